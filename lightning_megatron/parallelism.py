@@ -1,0 +1,164 @@
+"""Rank arithmetic as pure data: which ranks share which axis, and which layouts are legal.
+
+Nothing here touches a process group. ``Parallelism`` is the intent; ``lightning_megatron.mesh.Mesh`` is the running thing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+DENSE_AXES = ("tp", "cp", "pp", "dp")
+EXPERT_AXES = ("etp", "ep", "edp")
+DEFAULT_ORDER = "tp-cp-pp-dp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How many ranks share each axis, and how axes are laid over ranks.
+
+    The world is ``dp * pp * cp * tp`` for dense parameters and ``edp * pp * ep * etp`` for expert parameters, over the
+    same ranks; ``dp`` and ``edp`` are what is left of the world.
+
+    Args:
+        tp: tensor-parallel size: each weight matrix is cut over this many ranks.
+        pp: pipeline-parallel size: the layers are cut over this many ranks.
+        cp: context-parallel size: each sequence is cut over this many ranks.
+        vpp: pipeline stages held by one rank (interleaved schedules use 2 and more).
+        ep: expert-parallel size: a layer's experts are cut over this many ranks.
+        etp: tensor-parallel size inside one expert.
+        sequence_parallel: cut the activations between tensor-parallel blocks along the sequence. Without effect at tp = 1.
+        order: axes from the fastest-varying rank digit to the slowest, as ``"tp-cp-pp-dp"``.
+
+    Raises:
+        ValueError: a size below 1, or an ``order`` that does not name each of tp, cp, pp, dp once.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = True
+    order: str = DEFAULT_ORDER
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "vpp", "ep", "etp"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name}={size!r} is not a size: give a whole number of 1 or more.")
+        if sorted(self.order.split("-")) != sorted(DENSE_AXES):
+            raise ValueError(
+                f"order={self.order!r} must name tp, cp, pp and dp once each, joined by '-', fastest first, "
+                f"for example {DEFAULT_ORDER!r}."
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp={self.vpp} needs pp >= 2 (pp=1 here): with one rank there is no bubble to shrink; set vpp=1.")
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline: ``pp * vpp``."""
+        return self.pp * self.vpp
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that together hold one copy of the model and read the same batch: ``tp * cp * pp``."""
+        return self.tp * self.cp * self.pp
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Model replicas in a world of ``world_size`` ranks.
+
+        Raises:
+            ValueError: the world is not a multiple of ``tp * cp * pp``, or the ranks of a stage not one of ``ep * etp``.
+        """
+        if world_size % self.model_parallel_size:
+            raise ValueError(
+                f"tp({self.tp}) * cp({self.cp}) * pp({self.pp}) = {self.model_parallel_size} does not divide "
+                f"world_size={world_size}; launch a multiple of {self.model_parallel_size} ranks or lower one axis."
+            )
+        ranks_per_stage = world_size // self.pp
+        if ranks_per_stage % (self.ep * self.etp):
+            raise ValueError(
+                f"ep({self.ep}) * etp({self.etp}) = {self.ep * self.etp} does not divide the {ranks_per_stage} ranks of a "
+                f"pipeline stage (world_size={world_size} / pp={self.pp}); lower ep or etp, or launch more ranks."
+            )
+        return world_size // self.model_parallel_size
+
+    def stage_of(self, pp_rank: int, local_stage: int) -> int:
+        """Global stage that ``pp_rank`` holds as its ``local_stage``-th: stages go round the ranks like cards dealt."""
+        return local_stage * self.pp + pp_rank
+
+    def coordinate(self, rank: int, world_size: int) -> dict[str, int]:
+        """Position of a global rank on every axis, dense (tp, cp, pp, dp) and expert (etp, ep, edp).
+
+        Stages are laid over ranks in reverse, so that global rank 0 holds the last stage of its pipeline.
+        """
+        sizes = self._dense_sizes(world_size)
+        position, rest = {}, rank
+        for axis in self.order.split("-"):
+            rest, position[axis] = divmod(rest, sizes[axis])
+        position["pp"] = self.pp - 1 - position["pp"]
+        within_stage = (position["dp"] * self.cp + position["cp"]) * self.tp + position["tp"]
+        within_stage, position["etp"] = divmod(within_stage, self.etp)
+        position["edp"], position["ep"] = divmod(within_stage, self.ep)
+        return position
+
+    def groups(self, axes: tuple[str, ...], world_size: int) -> list[tuple[int, ...]]:
+        """All rank sets that share the given axes, i.e. differ on those axes alone. One set for each setting of the rest.
+
+        Ranks inside a set are ordered by their position on ``axes``, the last named axis fastest. Dense and expert axes
+        cannot be mixed, except that ``pp`` belongs to both.
+        """
+        expert = any(axis in EXPERT_AXES for axis in axes)
+        all_axes = (*EXPERT_AXES, "pp") if expert else DENSE_AXES
+        if unknown := [axis for axis in axes if axis not in all_axes]:
+            raise ValueError(f"axes {axes} mix the dense and the expert view, or are unknown: {unknown}.")
+        fixed = [axis for axis in all_axes if axis not in axes]
+        sets: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+        for rank in range(world_size):
+            position = self.coordinate(rank, world_size)
+            key = tuple(position[axis] for axis in fixed)
+            sets.setdefault(key, []).append((tuple(position[axis] for axis in axes), rank))
+        return sorted(tuple(rank for _, rank in sorted(members)) for members in sets.values())
+
+    def _dense_sizes(self, world_size: int) -> dict[str, int]:
+        return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": self.data_parallel_size(world_size)}
+
+    def grid_shape(self, world_size: int) -> tuple[int, ...]:
+        """Axis sizes from the slowest to the fastest rank digit: the shape that turns ``range(world_size)`` into the grid."""
+        sizes = self._dense_sizes(world_size)
+        shape = tuple(sizes[axis] for axis in reversed(self.order.split("-")))
+        assert prod(shape) == world_size
+        return shape
+
+    def describe(self, world_size: int) -> str:
+        """One line, for logs: ``tp=2 pp=2 dp=1``, axes of size 1 left out."""
+        sizes = {**self._dense_sizes(world_size), "vpp": self.vpp, "ep": self.ep, "etp": self.etp}
+        shown = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        return " ".join(shown) or "one rank a replica, one replica"
+
+
+def pipeline_edges(parallelism: Parallelism, world_size: int) -> list[tuple[int, int]]:
+    """Directed neighbour pairs ``(source rank, destination rank)`` of every pipeline, forward direction, ring included.
+
+    The edge from the last rank back to the first carries activations only when ``vpp > 1``.
+    """
+    pairs = []
+    for ranks in parallelism.groups(("pp",), world_size):
+        last = len(ranks) if parallelism.vpp > 1 else len(ranks) - 1
+        pairs += [(ranks[i], ranks[(i + 1) % len(ranks)]) for i in range(last)]
+    return pairs
+
+
+def coordinates(parallelism: Parallelism, world_size: int) -> list[dict[str, int]]:
+    """Coordinates of all ranks, in rank order."""
+    return [parallelism.coordinate(rank, world_size) for rank in range(world_size)]
+
+
+def check_grid(parallelism: Parallelism, world_size: int) -> None:
+    """Assert (for tests) that ranks and dense coordinates are one-to-one."""
+    seen = {tuple(c[a] for a in DENSE_AXES) for c in coordinates(parallelism, world_size)}
+    sizes = parallelism._dense_sizes(world_size)
+    assert seen == set(product(*(range(sizes[a]) for a in DENSE_AXES)))

@@ -1,0 +1,194 @@
+"""``PipelineModel``: the one thing that a model must be to train with ``pp > 1``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+Around = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What one stage holds of a model: whether it begins it, which layers (global indices), whether it ends it."""
+
+    stage: int
+    num_stages: int
+    layers: tuple[int, ...]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage runs ``first``."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage runs ``last``."""
+        return self.stage == self.num_stages - 1
+
+
+class PipelineModel(nn.Module):
+    """A model that can be cut between its layers: ``first``, then each of ``layers``, then ``last``.
+
+    Give ``self.layers`` (an ``nn.ModuleList``) and the two methods ``first`` and ``last``; call the model as any other.
+    On one rank a call runs everything. Under ``pp > 1`` a rank keeps and runs its own layers only.
+
+    What the parts are called with, for ``model(*inputs, **named)``:
+
+    - ``first(*inputs)`` returns the hidden state: a tensor or a pytree of tensors. Only this travels between stages.
+    - ``context(*inputs)`` returns a tuple of what else layers need (masks, positions). Each stage computes it from its
+      own copy of the inputs. By default it is the inputs after the first.
+    - each layer: ``layer(hidden, *context)`` returns the next hidden state.
+    - ``last(hidden, *context)`` returns the output.
+    - a keyword argument goes to those of these four whose signature names it.
+
+    A submodule or parameter outside ``layers`` belongs to ``first``, ``last`` or both (a tied embedding), by what the
+    two methods mention as ``self.NAME``, helper methods included. Where that cannot be seen from the code, list the names
+    in the class attributes ``first_modules`` and ``last_modules``.
+    """
+
+    layers: nn.ModuleList
+    first_modules: tuple[str, ...] | None = None
+    last_modules: tuple[str, ...] | None = None
+    _stage_runner: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
+
+    def first(self, *inputs: Any) -> Any:
+        """Turn the inputs into the first hidden state."""
+        raise NotImplementedError(f"{type(self).__name__} must define first(*inputs) -> hidden.")
+
+    def last(self, hidden: Any, *context: Any) -> Any:
+        """Turn the last hidden state into the output."""
+        raise NotImplementedError(f"{type(self).__name__} must define last(hidden, *context) -> output.")
+
+    def context(self, *inputs: Any) -> tuple[Any, ...]:
+        """What layers and ``last`` get besides the hidden state. Runs on every stage."""
+        return inputs[1:]
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model; under a strategy with ``pp > 1``, run this rank's stage of it."""
+        if self._stage_runner is not None:
+            return self._stage_runner(inputs, named)
+        whole = StagePart(0, 1, tuple(range(len(self.layers))))
+        return run_part(self, whole, None, inputs, named)
+
+
+def run_part(
+    model: PipelineModel,
+    part: StagePart,
+    hidden: Any,
+    inputs: tuple[Any, ...],
+    named: dict[str, Any],
+    around: Around = lambda unit: nullcontext(),
+) -> Any:
+    """Run one stage of a model: ``hidden`` (``None`` on the first stage) to the next hidden state, or the output.
+
+    Args:
+        model: the model; its ``layers`` hold at least the part's.
+        part: what to run.
+        hidden: the hidden state from the stage before.
+        inputs: the positional arguments of the user's call.
+        named: the keyword arguments of the user's call.
+        around: a context for each unit, called with ``"first"``, ``"layers.17"`` or ``"last"``: random numbers are
+            seeded there, so that a mask does not depend on which stage draws it.
+    """
+    context = model.context(*inputs, **_accepted(model.context, named))
+    if part.is_first:
+        with around("first"):
+            hidden = model.first(*inputs, **_accepted(model.first, named))
+    for index in part.layers:
+        layer = layer_at(model, index)
+        with around(f"layers.{index}"):
+            hidden = layer(hidden, *context, **_accepted(layer.forward, named))
+    if not part.is_last:
+        return hidden
+    with around("last"):
+        return model.last(hidden, *context, **_accepted(model.last, named))
+
+
+def layer_at(model: PipelineModel, index: int) -> nn.Module:
+    """The layer of that global index, which must be on this rank."""
+    layer = model.layers._modules[str(index)]
+    assert layer is not None
+    return layer
+
+
+def _accepted(function: Callable[..., Any], named: dict[str, Any]) -> dict[str, Any]:
+    if not named:
+        return named
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return named
+    return {name: value for name, value in named.items() if name in parameters}
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which direct children and parameters (by name) each end of a model uses; ``shared`` ones are used by every stage."""
+
+    first: frozenset[str]
+    last: frozenset[str]
+    shared: frozenset[str]
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """Names that both ends use."""
+        return self.first & self.last
+
+
+def ownership(model: PipelineModel) -> Ownership:
+    """Find out which members outside ``layers`` belong to which end.
+
+    Raises:
+        ValueError: a member with parameters is mentioned by neither ``first`` nor ``last``, or trains inside ``context``.
+    """
+    members = {name for name in (*model._modules, *model._parameters) if name != "layers"}
+    first = frozenset(model.first_modules) if model.first_modules is not None else _mentioned(model, "first") & members
+    last = frozenset(model.last_modules) if model.last_modules is not None else _mentioned(model, "last") & members
+    shared = _mentioned(model, "context") & members
+    for name in sorted(members - first - last):
+        member = getattr(model, name)
+        parameters = [member] if isinstance(member, nn.Parameter) else list(member.parameters()) if member is not None else []
+        if any(p.requires_grad for p in parameters):
+            where = "is trained inside context(), which runs on every stage" if name in shared else "is used by neither first() nor last()"
+            raise ValueError(
+                f"{type(model).__name__}.{name} has parameters and {where}, so no pipeline stage owns it. Use it in first() "
+                f"or last(), put it inside a layer, or list it in the class attribute first_modules or last_modules."
+            )
+        shared |= {name}
+    return Ownership(first, last, shared - first - last)
+
+
+def _mentioned(model: PipelineModel, method: str) -> frozenset[str]:
+    """Attribute names in the code of a method and of the methods that it mentions."""
+    seen: set[str] = set()
+    names: set[str] = set()
+    pending = [method]
+    while pending:
+        current = pending.pop()
+        function = getattr(type(model), current, None)
+        if isinstance(member := model._modules.get(current), nn.Module):
+            names.add(current)  # `first` or `last` may itself be a submodule
+            assert member is not None
+            continue
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        if current in seen or code is None:
+            continue
+        seen.add(current)
+        found = set(_names(code))
+        names |= found
+        pending += [name for name in found if callable(getattr(type(model), name, None)) and not hasattr(nn.Module, name)]
+        pending += [name for name in found if isinstance(getattr(type(model), name, None), property)]
+    return frozenset(names)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

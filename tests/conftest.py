@@ -1,0 +1,11 @@
+"""Shared test set-up: one thread for each process, and everything imported before ranks are forked."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+import lightning  # noqa: E402, F401  (imported once here, so that forked ranks do not pay for it)
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
