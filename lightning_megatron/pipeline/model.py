@@ -36,7 +36,7 @@ class StagePart:
 class PipelineModel(nn.Module):
     """A model that can be cut between its layers: ``first``, then each of ``layers``, then ``last``.
 
-    Give ``self.layers`` (an ``nn.ModuleList``) and the two methods ``first`` and ``last``; call the model as any other.
+    Give ``self.layers`` (an ``nn.ModuleList``) and ``first`` and ``last`` (methods or submodules); call it as any other model.
     On one rank a call runs everything. Under ``pp > 1`` a rank keeps and runs its own layers only.
 
     What the parts are called with, for ``model(*inputs, **named)``:
@@ -53,18 +53,13 @@ class PipelineModel(nn.Module):
     in the class attributes ``first_modules`` and ``last_modules``.
     """
 
+    # `first` and `last` are declared, not defined, so that a submodule of that name serves as well as a method.
+    first: Callable[..., Any]
+    last: Callable[..., Any]
     layers: nn.ModuleList
     first_modules: tuple[str, ...] | None = None
     last_modules: tuple[str, ...] | None = None
     _stage_runner: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
-
-    def first(self, *inputs: Any) -> Any:
-        """Turn the inputs into the first hidden state."""
-        raise NotImplementedError(f"{type(self).__name__} must define first(*inputs) -> hidden.")
-
-    def last(self, hidden: Any, *context: Any) -> Any:
-        """Turn the last hidden state into the output."""
-        raise NotImplementedError(f"{type(self).__name__} must define last(hidden, *context) -> output.")
 
     def context(self, *inputs: Any) -> tuple[Any, ...]:
         """What layers and ``last`` get besides the hidden state. Runs on every stage."""
@@ -121,6 +116,7 @@ def layer_at(model: PipelineModel, index: int) -> nn.Module:
 def _accepted(function: Callable[..., Any], named: dict[str, Any]) -> dict[str, Any]:
     if not named:
         return named
+    function = function.forward if isinstance(function, nn.Module) else function
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return named
