@@ -131,7 +131,7 @@ class _CopyTo(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad, ctx.axis), None
 
 
@@ -141,7 +141,7 @@ class _ReduceFrom(torch.autograd.Function):
         return all_reduce(tensor, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -152,7 +152,7 @@ class _GatherFrom(torch.autograd.Function):
         return all_gather(tensor, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return own_part(grad, ctx.axis, ctx.dim).contiguous(), None, None
 
 
@@ -163,7 +163,7 @@ class _ScatterTo(torch.autograd.Function):
         return own_part(tensor, axis, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(grad, ctx.axis, ctx.dim), None, None
 
 
@@ -174,7 +174,7 @@ class _AllGatherFrom(torch.autograd.Function):
         return all_gather(tensor, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
 
 
@@ -185,35 +185,35 @@ class _ReduceScatterTo(torch.autograd.Function):
         return reduce_scatter(tensor, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(grad, ctx.axis, ctx.dim), None, None
 
 
 def copy_to(tensor: Tensor, axis: Axis) -> Tensor:
     """Enter a tensor-parallel region with a tensor that every rank holds: identity; gradients are summed. Same shape."""
-    return tensor if axis.group is None else _CopyTo.apply(tensor, axis)
+    return tensor if axis.group is None else _CopyTo.apply(tensor, axis)  # type: ignore[no-untyped-call]
 
 
 def reduce_from(tensor: Tensor, axis: Axis) -> Tensor:
     """Leave a tensor-parallel region: sum the ranks' partial results. Same shape."""
-    return tensor if axis.group is None else _ReduceFrom.apply(tensor, axis)
+    return tensor if axis.group is None else _ReduceFrom.apply(tensor, axis)  # type: ignore[no-untyped-call]
 
 
 def gather_from(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Put shards together for a consumer that all ranks run alike: ``[.., n, ..] -> [.., n * size, ..]``."""
-    return tensor if axis.group is None else _GatherFrom.apply(tensor, axis, dim)
+    return tensor if axis.group is None else _GatherFrom.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
 
 
 def scatter_to(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Keep own part of a tensor that every rank holds: ``[.., n, ..] -> [.., n / size, ..]``."""
-    return tensor if axis.group is None else _ScatterTo.apply(tensor, axis, dim)
+    return tensor if axis.group is None else _ScatterTo.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
 
 
 def all_gather_from(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Put shards together for consumers that differ by rank; gradients are summed: ``[.., n, ..] -> [.., n * size, ..]``."""
-    return tensor if axis.group is None else _AllGatherFrom.apply(tensor, axis, dim)
+    return tensor if axis.group is None else _AllGatherFrom.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
 
 
 def reduce_scatter_to(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Sum the ranks' partial results and keep own part: ``[.., n, ..] -> [.., n / size, ..]``."""
-    return tensor if axis.group is None else _ReduceScatterTo.apply(tensor, axis, dim)
+    return tensor if axis.group is None else _ReduceScatterTo.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]

@@ -167,9 +167,7 @@ class _Groups:
 
     def __init__(self, rank: int, timeout: timedelta, device: torch.device) -> None:
         self._rank, self._timeout, self._device = rank, timeout, device
-        self._made: dict[frozenset[int], dist.ProcessGroup | None] = {
-            frozenset(range(dist.get_world_size())): dist.group.WORLD
-        }
+        self._made: dict[frozenset[int], dist.ProcessGroup | None] = {frozenset(range(dist.get_world_size())): dist.group.WORLD}
 
     def axis(self, name: str, rank_sets: list[tuple[int, ...]]) -> Axis:
         """This rank's axis among the rank sets; every rank makes the groups of every set."""
@@ -192,7 +190,8 @@ class _Groups:
         # The pipeline axis also carries small messages between hosts (shapes, log names): those go over gloo.
         nccl = "cpu:gloo,cuda:nccl" if control else "nccl"
         backend = nccl if self._device.type == "cuda" else "gloo"
-        return dist.new_group(sorted(ranks), timeout=self._timeout, backend=backend)
+        group: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout=self._timeout, backend=backend)
+        return group
 
     def channels(self, edges: list[tuple[int, int]]) -> dict[tuple[str, int, int], dist.ProcessGroup]:
         """Communicators of the pipeline edges: activations travel an edge forward, gradients the same edge backward."""

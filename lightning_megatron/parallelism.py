@@ -55,7 +55,9 @@ class Parallelism:
                 f"for example {DEFAULT_ORDER!r}."
             )
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"vpp={self.vpp} needs pp >= 2 (pp=1 here): with one rank there is no bubble to shrink; set vpp=1.")
+            raise ValueError(
+                f"vpp={self.vpp} needs pp >= 2 (pp=1 here): with one rank there is no bubble to shrink; set vpp=1."
+            )
 
     @property
     def num_stages(self) -> int:

@@ -78,7 +78,9 @@ class ParamSharding:
     def cut(self, full: Tensor, local_shape: torch.Size | tuple[int, ...]) -> Tensor:
         """This rank's part of a full tensor: ``[*global_shape] -> [*local_shape]``, padding zeroed."""
         if tuple(full.shape) != tuple(self.global_shape):
-            raise ValueError(f"a tensor of shape {tuple(full.shape)} was given where the unsharded shape is {self.global_shape}.")
+            raise ValueError(
+                f"a tensor of shape {tuple(full.shape)} was given where the unsharded shape is {self.global_shape}."
+            )
         parts = [_part(full, box) for box in self.boxes]
         local = torch.cat(parts) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
         if tuple(local.shape) != tuple(local_shape):

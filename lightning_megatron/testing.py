@@ -156,5 +156,5 @@ def _init_gloo(job: _Job) -> None:
     assert job.collective_timeout_seconds is not None
     timeout = timedelta(seconds=job.collective_timeout_seconds)
     dist.distributed_c10d.default_pg_timeout = timeout  # new groups do not inherit it
-    store = dist.FileStore(f"{job.folder}/store", job.world_size)
+    store = dist.FileStore(f"{job.folder}/store", job.world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)

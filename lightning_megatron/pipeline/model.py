@@ -151,7 +151,11 @@ def ownership(model: PipelineModel) -> Ownership:
         member = getattr(model, name)
         parameters = [member] if isinstance(member, nn.Parameter) else list(member.parameters()) if member is not None else []
         if any(p.requires_grad for p in parameters):
-            where = "is trained inside context(), which runs on every stage" if name in shared else "is used by neither first() nor last()"
+            where = (
+                "is trained inside context(), which runs on every stage"
+                if name in shared
+                else "is used by neither first() nor last()"
+            )
             raise ValueError(
                 f"{type(model).__name__}.{name} has parameters and {where}, so no pipeline stage owns it. Use it in first() "
                 f"or last(), put it inside a layer, or list it in the class attribute first_modules or last_modules."
