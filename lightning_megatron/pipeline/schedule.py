@@ -182,7 +182,9 @@ def zbh1(rank: int, placement: Placement, num_microbatches: int) -> list[Action]
     """
     _check_count(num_microbatches)
     if placement.stages_per_rank != 1:
-        raise ValueError(f"schedule 'zbh1' has one stage a rank, not {placement.stages_per_rank}; set vpp=1 or use 'zbv' with vpp=2.")
+        raise ValueError(
+            f"schedule 'zbh1' has one stage a rank, not {placement.stages_per_rank}; set vpp=1 or use 'zbv' with vpp=2."
+        )
     actions: list[Action] = []
     for action in one_f_one_b(rank, placement.num_ranks, num_microbatches):
         if action.kind is Kind.F:
@@ -346,7 +348,8 @@ def _with_weight_parts(orders: Sequence[Sequence[Action]], placement: Placement,
     held = [0] * len(orders)
     total = sum(len(order) + sum(a.kind is Kind.I for a in order) for order in orders)
     while sum(map(len, result)) < total:
-        ran = [_tick(orders[r][position[r] :][:1], done, placement.num_stages, owed[r], held[r] < max_held) for r in range(len(orders))]
+        heads = [order[at : at + 1] for order, at in zip(orders, position, strict=True)]
+        ran = [_tick(heads[r], done, placement.num_stages, owed[r], held[r] < max_held) for r in range(len(orders))]
         assert any(ran), "the order of F and I does not run"
         for rank, action in enumerate(ran):
             if action is None:
