@@ -49,9 +49,9 @@ def _checked(layout: Sequence[int], num_layers: int, num_stages: int) -> list[in
             f"layout {counts} has {len(counts)} entries for {num_stages} pipeline stages (pp * vpp): give one for each stage."
         )
     if wrong := [count for count in counts if not isinstance(count, int) or isinstance(count, bool) or count < 0]:
-        raise ValueError(f"layout {counts} holds {wrong[0]!r}, which is not a number of layers: give whole numbers of 0 or more.")
+        raise ValueError(f"layout {counts} holds {wrong[0]!r}, which is no number of layers: give whole numbers of 0 or more.")
     if sum(counts) != num_layers:
-        raise ValueError(f"layout {counts} sums to {sum(counts)}, but the model has {num_layers} layers: place each layer once.")
+        raise ValueError(f"layout {counts} sums to {sum(counts)}, but the model has {num_layers} layers: place each once.")
     return counts
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
@@ -209,8 +210,7 @@ def zbv(rank: int, placement: Placement, num_microbatches: int) -> list[Action]:
     _check_count(num_microbatches)
     if placement.style != "v":
         raise ValueError("schedule 'zbv' needs a V-shaped placement (style='v', two stages a rank).")
-    orders = [list(_v_shaped(r, placement, num_microbatches)) for r in range(placement.num_ranks)]
-    return _with_weight_parts(orders, placement, 2 * placement.num_ranks)[rank]
+    return list(_zbv_of_all_ranks(placement, num_microbatches)[rank])
 
 
 def schedule_for(
@@ -337,6 +337,13 @@ def _v_shaped(rank: int, placement: Placement, num_microbatches: int) -> Iterato
         microbatch = seen[part] = seen.get(part, -1) + 1
         if microbatch < num_microbatches:
             yield Action(*part, microbatch)
+
+
+@lru_cache(maxsize=16)
+def _zbv_of_all_ranks(placement: Placement, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """Where W fits depends on all ranks, so they are made together; kept, as each rank is asked for in turn."""
+    orders = [list(_v_shaped(rank, placement, num_microbatches)) for rank in range(placement.num_ranks)]
+    return tuple(map(tuple, _with_weight_parts(orders, placement, max_held=2 * placement.num_ranks)))
 
 
 def _with_weight_parts(orders: Sequence[Sequence[Action]], placement: Placement, max_held: int) -> list[list[Action]]:

@@ -172,7 +172,7 @@ class _Run:
         self, schedules: Sequence[Sequence[Action]], placement: Placement, costs: dict[Kind, float], cost_transfer: float
     ) -> None:
         self.schedules = schedules
-        self.placement = placement
+        self.owner = [placement.rank_of(stage) for stage in range(placement.num_stages)]
         self.costs = costs
         self.cost_transfer = cost_transfer
         self.timeline: list[list[Timed]] = [[] for _ in schedules]
@@ -193,7 +193,7 @@ class _Run:
         """Run a rank as far as it goes; yield the ranks that were waiting for what it did."""
         schedule, timed = self.schedules[rank], self.timeline[rank]
         for action in schedule[len(timed) :]:
-            required = needs(action, self.placement.num_stages)
+            required = needs(action, len(self.owner))
             arrivals = [self.available.get((need, rank)) for need in required]
             if None in arrivals:
                 self.waiting[required[arrivals.index(None)], rank] = rank
@@ -210,34 +210,31 @@ class _Run:
         """Record when this rank and the one that is next have the result of an action."""
         result = action._replace(kind=Kind.I) if action.kind is Kind.B else action
         self.available[result, rank] = end
-        receiver = _receiver(action, self.placement)
-        if receiver is None or receiver == rank:
+        receiver = self._receiver(result)
+        if receiver == rank:
             return [(result, rank)]
         edge = (rank, receiver, result.kind)
         self.link_free[edge] = arrival = max(end, self.link_free.get(edge, 0.0)) + self.cost_transfer
         self.available[result, receiver] = arrival
         return [(result, receiver)]
 
+    def _receiver(self, result: Action) -> int:
+        """The rank that uses a result: its own for a W and at the ends of the pipeline."""
+        stage = result.stage + {Kind.F: 1, Kind.I: -1}.get(result.kind, 0)
+        return self.owner[stage if 0 <= stage < len(self.owner) else result.stage]
+
     def _note_buffered(self, rank: int, required: Iterable[Action], start: float) -> None:
         for need in required:
-            if self.placement.rank_of(need.stage) != rank:
+            if self.owner[need.stage] != rank:
                 self.buffered[rank].append((self.available[need, rank], start))
 
     def _wait_of(self, rank: int) -> tuple[Action, Action, int]:
         """What a stuck rank stands at, what it waits for, and the rank that should do that."""
         action = self.schedules[rank][len(self.timeline[rank])]
-        needed = next(n for n in needs(action, self.placement.num_stages) if (n, rank) not in self.available)
-        owner = self.placement.rank_of(needed.stage)
+        needed = next(need for need in needs(action, len(self.owner)) if (need, rank) not in self.available)
+        owner = self.owner[needed.stage]
         whole = needed._replace(kind=Kind.B)
         return action, whole if needed.kind is Kind.I and whole in self.schedules[owner] else needed, owner
-
-
-def _receiver(action: Action, placement: Placement) -> int | None:
-    """The rank that uses what an action makes, or ``None``: W, and the ends of the pipeline."""
-    step = {Kind.F: 1, Kind.B: -1, Kind.I: -1, Kind.W: None}[action.kind]
-    if step is None or not 0 <= action.stage + step < placement.num_stages:
-        return None
-    return placement.rank_of(action.stage + step)
 
 
 def _deadlock(wait_of: Callable[[int], tuple[Action, Action, int]], rank: int) -> str:
