@@ -1,4 +1,14 @@
-"""ZeRO-1: the user's own optimizer, on this rank's flat shards of the parameters (Rajbhandari et al. 2020, section 5.1)."""
+"""ZeRO-1: the user's own optimizer, on this rank's flat shards of the parameters (Rajbhandari et al. 2020, section 5.1).
+
+One optimizer step, in order::
+
+    backward passes            # autograd adds into the flat gradient buffers
+    reduce_gradients()         # reduce-scatter over data-parallel ranks, then the sums that sharding asks for
+    finish_gradients(...)      # norm and token count in one all-reduce, normalisation
+    clip_by_norm(...)          # optional
+    optimizer.step()           # any elementwise optimizer, on the shards
+    update_parameters()        # main -> 16-bit, all-gather, gradients zeroed
+"""
 
 from __future__ import annotations
 
@@ -8,8 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.comm import all_reduce
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.optim.shards import Shard
+from lightning_megatron.optim.buffers import SIXTEEN_BIT, Bucket, build_buckets, wait_all
+from lightning_megatron.optim.elementwise import check_elementwise, install_shards, trainable_parameters
+from lightning_megatron.optim.layout import overlap, shard_range
+from lightning_megatron.optim.norm import clamp, counted_ranges, divide, scale_by_norm, sum_of_squares
+from lightning_megatron.optim.reduction import check_agreement, plan_sums
+from lightning_megatron.optim.shards import Shard, by_dtype
+from lightning_megatron.sharding import sharding_of
+
+_BYTES_PER_GRADIENT = 4
 
 
 @dataclass(frozen=True)
@@ -17,17 +36,50 @@ class DistributedOptimizerConfig:
     """How gradients are laid out.
 
     Args:
-        bucket_mb: size after which a gradient bucket (fp32) is closed, in MiB.
+        bucket_mb: size of gradients (MiB of fp32) after which a bucket is closed. Smaller ones start earlier, larger ones
+            use the network better.
+
+    Raises:
+        ValueError: a size of 0 or less.
     """
 
     bucket_mb: float = 128.0
 
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb={self.bucket_mb} must be more than 0; 128 is a good start.")
+
+    @property
+    def bucket_numel(self) -> int:
+        """Elements after which a bucket is closed."""
+        return max(1, int(self.bucket_mb * 2**20 / _BYTES_PER_GRADIENT))
+
 
 class DistributedOptimizer:
-    """Signatures; the body follows."""
+    """Shards an elementwise optimizer over the ranks that hold the same parameters.
 
-    shards: list[Shard]
-    grad_norm: Tensor
+    The parameters' ``data`` and ``grad`` become views of flat buffers, and the optimizer's groups get this rank's flat
+    ranges of them instead: fp32 copies of 16-bit parameters, views of fp32 and fp64 ones. Groups, options, schedulers and
+    the optimizer object stay the user's own. A parameter that got no gradient counts as one with a zero gradient.
+
+    Collective over the world: all ranks make it together, also those without a trainable parameter.
+
+    Args:
+        optimizer: any optimizer whose update is elementwise.
+        named_parameters: all parameters of this rank's part of the model, by global name, in the order of definition.
+        mesh: the running layout: dense parameters are sharded over ``dp_cp``, experts over ``edp``.
+        config: bucket sizes.
+        main_params: keep fp32 copies of 16-bit parameters and update those; otherwise the 16-bit values are updated.
+
+    Attributes:
+        optimizer: the optimizer that was given.
+        shards: what each main shard is.
+        grad_norm: norm of the whole gradient (0-dim fp64), set by ``finish_gradients``, the same on every rank.
+
+    Raises:
+        ValueError: the optimizer is not elementwise, holds a parameter that is not among ``named_parameters``, or the ranks
+            of an axis do not hold the same parameters.
+    """
 
     def __init__(
         self,
@@ -38,20 +90,123 @@ class DistributedOptimizer:
         config: DistributedOptimizerConfig = DistributedOptimizerConfig(),
         main_params: bool = True,
     ) -> None:
-        raise NotImplementedError
+        check_elementwise(optimizer)
+        trainable = trainable_parameters(optimizer, named_parameters)
+        self.optimizer, self.mesh = optimizer, mesh
+        self.shards: list[Shard] = []
+        self.grad_norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self._gradients: list[Tensor] = []  # each shard's range of the gradient buffer
+        self._values: list[Tensor] = []  # each shard's range of the parameter buffer
+        self._buckets = build_buckets(trainable, mesh=mesh, bucket_numel=config.bucket_numel)
+        names = {param: name for name, param in trainable}
+        for bucket in self._buckets:
+            self._cut(bucket, names, main_params=main_params)
+        self._sums = plan_sums(self.shards, self._gradients, mesh)
+        check_agreement(self._buckets, self._sums, mesh)
+        self._counted = [
+            gradient[start:stop]
+            for shard, gradient in zip(self.shards, self._gradients, strict=True)
+            for start, stop in counted_ranges(shard, mesh)
+        ]
+        install_shards(optimizer, self.shards)
 
-    def reduce_gradients(self) -> None: ...
+    def _cut(self, bucket: Bucket, names: dict[nn.Parameter, str], *, main_params: bool) -> None:
+        """Make the shards of the parameters that reach into this rank's part of a bucket."""
+        values, gradients = bucket.own(bucket.values), bucket.own(bucket.gradients)
+        for placement, param in zip(bucket.plan.placements, bucket.params, strict=True):
+            shared = overlap(placement, shard_range(bucket.plan, bucket.index))
+            if shared is None:
+                continue
+            view = values[shared.shard_start : shared.shard_stop]
+            copied = main_params and param.dtype in SIXTEEN_BIT
+            main = nn.Parameter(view.float() if copied else view)
+            self.shards.append(Shard(names[param], param, main, shared.start, shared.stop, sharding_of(param)))
+            self._values.append(view)
+            self._gradients.append(gradients[shared.shard_start : shared.shard_stop])
 
-    def finish_gradients(self, *, num_tokens: Tensor | None) -> None: ...
+    def reduce_gradients(self) -> None:
+        """Sum the gradients over the ranks that saw other tokens, and where sharding says so over other axes.
 
-    def clip_by_norm(self, max_norm: float) -> None: ...
+        Afterwards this rank's shards hold the sums. Every rank of the world calls it, after its last backward of the step.
+        """
+        reductions = [bucket.launch_reduce() for bucket in self._buckets]
+        wait_all(reductions)
+        for one in self._sums:
+            one.run()
 
-    def clip_by_value(self, value: float) -> None: ...
+    def finish_gradients(self, *, num_tokens: Tensor | None) -> None:
+        """Normalise the reduced gradients, set ``grad_norm`` and give each main shard its ``grad``.
 
-    def update_parameters(self) -> None: ...
+        One all-reduce over the world, which every rank joins. The device is not waited for.
 
-    def zero_gradients(self) -> None: ...
+        Args:
+            num_tokens: how many tokens this rank adds to the count of the whole step (0-dim): gradients are divided by the
+                sum over the world, or by 1 if that is 0. Tokens that several ranks saw (tp, pp) are given by one of them
+                and the others give 0. ``None``, on every rank alike: no division.
+        """
+        squares = sum_of_squares(self._counted, self.mesh.device)
+        # fp64, because fp32 cannot count beyond 2**24 tokens.
+        tokens = torch.zeros_like(squares) if num_tokens is None else num_tokens.detach().reshape(()).to(squares)
+        squares, tokens = all_reduce(torch.stack([squares, tokens]), self.mesh.world).unbind()
+        self.grad_norm = squares.sqrt()
+        if num_tokens is not None:
+            divisor = tokens.clamp(min=1.0)
+            self.grad_norm = self.grad_norm / divisor
+            divide(self._gradients, divisor)
+        for shard, gradient in zip(self.shards, self._gradients, strict=True):
+            shard.main.grad = gradient.to(shard.main.dtype)
 
-    def refresh_main(self) -> None: ...
+    def clip_by_norm(self, max_norm: float) -> None:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``. ``grad_norm`` stays."""
+        scale_by_norm(self._shard_grads(), self.grad_norm, max_norm)
 
-    def close(self) -> None: ...
+    def clip_by_value(self, value: float) -> None:
+        """Clamp each element of the gradients to ``[-value, value]``."""
+        clamp(self._shard_grads(), value)
+
+    def _shard_grads(self) -> list[Tensor]:
+        return [shard.main.grad for shard in self.shards if shard.main.grad is not None]
+
+    def update_parameters(self) -> None:
+        """After ``optimizer.step()``: give every rank the new parameters and clear the gradients."""
+        copies = self._copies()
+        for mains, values in copies:
+            torch._foreach_copy_(values, mains)
+        gathers = [bucket.launch_gather() for bucket in self._buckets]
+        self.zero_gradients()
+        wait_all(gathers)
+
+    def zero_gradients(self) -> None:
+        """Clear the gradient buffers and the shards' ``grad``, for example after a step that is skipped."""
+        for bucket in self._buckets:
+            bucket.zero()
+        for shard in self.shards:
+            shard.main.grad = None
+
+    def refresh_main(self) -> None:
+        """Read the main shards from the parameters again, after weights were loaded into the parameters alone."""
+        for mains, values in self._copies():
+            torch._foreach_copy_(mains, values)
+
+    def _copies(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Main shards that are copies, and the ranges of the parameter buffer they belong to, one pair of lists a dtype."""
+        pairs = [
+            (shard.main.detach(), value)
+            for shard, value in zip(self.shards, self._values, strict=True)
+            if shard.main.dtype != value.dtype
+        ]
+        values = by_dtype(value for _, value in pairs)
+        dtypes = [same[0].dtype for same in values]
+        mains = [[main for main, value in pairs if value.dtype == dtype] for dtype in dtypes]
+        return list(zip(mains, values, strict=True))
+
+    def close(self) -> None:
+        """Let go of the parameters: ``grad`` is ``None``, hooks are gone, gradient buffers are freed, values stay.
+
+        The optimizer keeps its shards. The parameters can be laid out anew for another optimizer.
+        """
+        for bucket in self._buckets:
+            bucket.release()
+        for shard in self.shards:
+            shard.main.grad = None
+        self._buckets, self._sums, self._counted, self._gradients = [], [], [], []

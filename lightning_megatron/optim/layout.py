@@ -48,7 +48,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a shard and a parameter share: ``[start, stop)`` of the flattened parameter, ``[shard_start, shard_stop)`` of the shard."""
+    """What a shard and a parameter share: a range of the flattened parameter, and where that lies in the shard."""
 
     start: int
     stop: int
@@ -56,9 +56,7 @@ class Overlap:
     shard_stop: int
 
 
-def plan_buckets(
-    params: Sequence[ParamSlot], *, bucket_numel: int, num_shards: int, alignment: int = 64
-) -> list[BucketPlan]:
+def plan_buckets(params: Sequence[ParamSlot], *, bucket_numel: int, num_shards: int, alignment: int = 64) -> list[BucketPlan]:
     """Lay parameters out in reverse order, the order in which a backward pass finishes their gradients.
 
     A bucket is closed as soon as it holds ``bucket_numel`` elements; a parameter is never split over buckets. Buckets come
