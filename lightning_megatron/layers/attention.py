@@ -1,0 +1,90 @@
+"""Self-attention: fused QKV projection, rotary positions, grouped key/value heads, output projection."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lightning_megatron.layers.backend import Backend
+from lightning_megatron.layers.sequence import SequenceContext
+from lightning_megatron.tensor_parallel.linear import OutPart
+
+
+def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
+    """Refuse head counts that cannot be laid over ``tp`` ranks.
+
+    Raises:
+        ValueError: tp does not divide the query heads, or neither of tp and the key/value heads divides the other, or
+            the key/value heads do not divide the query heads.
+    """
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads={num_heads} does not divide by num_kv_heads={num_kv_heads}: each key/value head serves the same "
+            f"number of query heads; choose num_kv_heads among the divisors of {num_heads}."
+        )
+    if num_heads % tp:
+        raise ValueError(
+            f"num_heads={num_heads} does not divide by tp={tp}: each rank holds the same number of query heads; "
+            f"choose tp among the divisors of {num_heads}."
+        )
+    if num_kv_heads % tp and tp % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads={num_kv_heads} and tp={tp}: one must divide the other, so that a rank holds whole key/value heads "
+            f"or shares one with its neighbours; choose tp among the divisors or the multiples of {num_kv_heads}."
+        )
+
+
+def qkv_parts(num_heads: int, num_kv_heads: int, *, head_dim: int, tp: int) -> tuple[OutPart, OutPart, OutPart]:
+    """The parts ``[q; k; v]`` of a fused projection cut over ``tp`` ranks.
+
+    With fewer key/value heads than ranks, ``tp / num_kv_heads`` neighbouring ranks hold the same one. Query heads are cut
+    in order, so a rank's query heads ``[r * h/tp, (r + 1) * h/tp)`` use key/value head ``r * kv // tp``, the one that
+    block ``r // (tp / kv)`` holds.
+
+    Raises:
+        ValueError: see ``check_heads``.
+    """
+    check_heads(num_heads, num_kv_heads, tp)
+    replicas = max(1, tp // num_kv_heads)
+    keys = OutPart(num_kv_heads * head_dim, replicas=replicas)
+    return OutPart(num_heads * head_dim), keys, keys
+
+
+class Attention(nn.Module):
+    """Causal self-attention of this rank's heads.
+
+    Args:
+        qkv: column-parallel projection to ``[q; k; v]`` (see ``qkv_parts``).
+        out: row-parallel projection back to H.
+        core: softmax attention (``Backend.core_attention``).
+        backend: rotates queries and keys.
+        head_dim: size of a head.
+        q_norm, k_norm: norms over ``head_dim``, applied before the rotation.
+    """
+
+    def __init__(
+        self,
+        qkv: nn.Module,
+        out: nn.Module,
+        *,
+        core: nn.Module,
+        backend: Backend,
+        head_dim: int,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.qkv, self.q_norm, self.k_norm, self.core, self.out = qkv, q_norm, k_norm, core, out
+        self.head_dim, self._backend = head_dim, backend
+
+    def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
+        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
+        fused = self.qkv(hidden)
+        sizes: list[int] = list(self.qkv.part_sizes)  # type: ignore[arg-type]
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in fused.split(sizes, dim=-1))
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
+        if context.rope is not None:
+            q = self._backend.rotate(q, context.rope.cos, context.rope.sin)
+            k = self._backend.rotate(k, context.rope.cos, context.rope.sin)
+        attended: Tensor = self.out(self.core(q, k, v))
+        return attended

@@ -1,0 +1,65 @@
+"""Feed-forward blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from lightning_megatron.tensor_parallel.linear import OutPart
+
+
+def check_ffn(ffn_hidden_size: int, tp: int) -> None:
+    """Refuse a feed-forward width that ``tp`` ranks cannot share.
+
+    Raises:
+        ValueError: tp does not divide it.
+    """
+    if ffn_hidden_size % tp:
+        raise ValueError(
+            f"ffn_hidden_size={ffn_hidden_size} does not divide by tp={tp}: each rank holds the same number of columns; "
+            f"choose tp among its divisors, or pad ffn_hidden_size to {-(-ffn_hidden_size // tp) * tp}."
+        )
+
+
+def gate_up_parts(ffn_hidden_size: int) -> tuple[OutPart, OutPart]:
+    """The parts ``[gate; up]`` of a gated feed-forward block; a rank holds the same columns of both."""
+    return OutPart(ffn_hidden_size), OutPart(ffn_hidden_size)
+
+
+class MLP(nn.Module):
+    """``down(activation(up(hidden)))``.
+
+    Args:
+        up: column-parallel ``H -> ffn``.
+        down: row-parallel ``ffn -> H``.
+        activation: elementwise.
+    """
+
+    def __init__(self, up: nn.Module, down: nn.Module, *, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self._activation = up, down, activation
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
+        transformed: Tensor = self.down(self._activation(self.up(hidden)))
+        return transformed
+
+
+class GatedMLP(nn.Module):
+    """``down(activation(gate_up(hidden)))`` with an activation that multiplies a gate into its other half.
+
+    Args:
+        gate_up: column-parallel ``H -> [gate; up]`` (see ``gate_up_parts``).
+        down: row-parallel ``ffn -> H``.
+        activation: ``[.., 2n] -> [.., n]``.
+    """
+
+    def __init__(self, gate_up: nn.Module, down: nn.Module, *, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate_up, self.down, self._activation = gate_up, down, activation
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
+        transformed: Tensor = self.down(self._activation(self.gate_up(hidden)))
+        return transformed

@@ -1,0 +1,115 @@
+"""The plain-torch backend: runs everywhere, and is the reference that fused backends are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.layers.backend import Activation, NormSpec
+from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.rope import apply_rope
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.rng import shard_rng
+from lightning_megatron.sharding import Init
+from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, OutPart, RowParallelLinear
+
+
+class TorchBackend:
+    """``Backend`` of plain torch operations: ``scaled_dot_product_attention``, ``rms_norm``, ``linear``."""
+
+    def norm(self, size: int, spec: NormSpec, *, partial: bool, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """See ``Backend.norm``."""
+        made = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}[spec.kind]
+        return made(size, eps=spec.eps, partial=partial, device=device, dtype=dtype)
+
+    def norm_column_linear(
+        self,
+        in_features: int,
+        parts: int | Sequence[OutPart],
+        *,
+        norm: NormSpec,
+        mesh: Mesh,
+        bias: bool = False,
+        init: Init | None = None,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> tuple[nn.Module, nn.Module]:
+        """See ``Backend.norm_column_linear``; nothing is fused here."""
+        before = self.norm(in_features, norm, partial=mesh.sequence_parallel, device=device, dtype=dtype)
+        linear = ColumnParallelLinear(in_features, parts, mesh=mesh, bias=bias, init=init or Init(), device=device, dtype=dtype)
+        return before, linear
+
+    def row_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        mesh: Mesh,
+        bias: bool = False,
+        init: Init | None = None,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> nn.Module:
+        """See ``Backend.row_linear``."""
+        return RowParallelLinear(
+            in_features, out_features, mesh=mesh, bias=bias, init=init or Init(), device=device, dtype=dtype
+        )
+
+    def core_attention(self, *, dropout: float, mesh: Mesh) -> nn.Module:
+        """See ``Backend.core_attention``."""
+        return CausalAttention(dropout=dropout, mesh=mesh)
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See ``Backend.rotate``."""
+        return apply_rope(heads, cos, sin)
+
+    def activation(self, kind: Activation) -> Callable[[Tensor], Tensor]:
+        """See ``Backend.activation``."""
+        return {"swiglu": swiglu, "gelu": gelu}[kind]
+
+
+class CausalAttention(nn.Module):
+    """Causal attention of this rank's heads by ``scaled_dot_product_attention``, grouped key/value heads included.
+
+    Args:
+        dropout: probability of dropping an attention weight in training. The masks of tp ranks differ: their heads do.
+        mesh: names the tp axis.
+    """
+
+    def __init__(self, *, dropout: float, mesh: Mesh) -> None:
+        super().__init__()
+        self.dropout, self._tp = dropout, mesh.tp
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries ``[S, B, h, d]``, keys and values ``[S, B, g, d]`` with g dividing h, to ``[S, B, h * d]``."""
+        if self.training and self.dropout > 0.0:
+            with shard_rng(self._tp, q.device):
+                attended = _sdpa(q, k, v, self.dropout)
+        else:
+            attended = _sdpa(q, k, v, 0.0)
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(model)``."""
+        return f"dropout={self.dropout}"
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """``[S, B, h, d] -> [B, h, S, d]``."""
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]  # the flag alone takes some kernels out of torch's choice
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` (Shazeer 2020): ``[.., 2n] -> [.., n]``, gate in the first half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gelu(hidden: Tensor) -> Tensor:
+    """GELU by the tanh approximation, as in GPT-2. Same shape."""
+    return F.gelu(hidden, approximate="tanh")

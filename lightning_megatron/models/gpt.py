@@ -1,0 +1,273 @@
+"""``GPT``: a decoder-only transformer that runs under any tensor- and pipeline-parallel layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.initialize import materialize
+from lightning_megatron.layers.attention import Attention, qkv_parts
+from lightning_megatron.layers.autocast import without_autocast
+from lightning_megatron.layers.backend import Backend, NormSpec
+from lightning_megatron.layers.dropout import Dropout
+from lightning_megatron.layers.mlp import MLP, GatedMLP, gate_up_parts
+from lightning_megatron.layers.position import PositionEmbedding
+from lightning_megatron.layers.rope import Rope
+from lightning_megatron.layers.sequence import SequenceContext, sequence_axis
+from lightning_megatron.layers.torch_backend import TorchBackend
+from lightning_megatron.layers.transformer import TransformerLayer
+from lightning_megatron.mesh import Mesh, current_mesh, inside_strategy
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.pipeline.model import PipelineModel
+from lightning_megatron.sharding import Init
+from lightning_megatron.tensor_parallel.cross_entropy import gather_logits, vocab_parallel_cross_entropy
+from lightning_megatron.tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_logits
+
+IGNORE_INDEX = -100
+
+
+class GPT(PipelineModel):
+    """A decoder-only transformer with a causal language-model head.
+
+    ``model(tokens)`` returns logits ``[B, S, V]``. ``model(tokens, labels=labels)`` returns the loss of each token,
+    ``[B, S]`` (fp32), without ever holding the full logits; it is 0 where the label is -100. Labels are given *shifted*:
+    ``labels[:, t]`` is what position t should predict (``shift_labels`` makes them from tokens). Any S from 1 to
+    ``max_seq_len`` works.
+
+    The layout is that of the ambient mesh (``current_mesh()``), read here and nowhere below. Inside a strategy's
+    ``configure_model`` the parameters are made on the meta device and the strategy gives them values; elsewhere they get
+    their first values at once. The model runs in the dtype of its parameters, also inside ``torch.autocast``.
+
+    Args:
+        config: sizes and options.
+        seed: of the first values; ``torch.initial_seed()`` if not given. Not used inside a strategy.
+        dtype: of the parameters.
+        backend: what the layers are built of; plain torch if not given.
+
+    Raises:
+        ValueError: the layout does not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        seed: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__()
+        mesh = current_mesh()
+        config.check_parallelism(mesh.parallelism)
+        build = _Build(config, mesh, backend or TorchBackend(), torch.device("meta"), dtype)
+        self.config = config
+        self._mesh, self._sequence_axis = mesh, sequence_axis(mesh)
+        self._rope = build.rope()
+        self.embedding = build.embedding()
+        self.position_embedding = build.position_embedding()
+        self.embedding_dropout = Dropout(config.hidden_dropout, mesh=mesh)
+        self.layers = nn.ModuleList(build.layer() for _ in range(config.num_layers))
+        self.final_norm = build.final_norm()
+        self.head = build.head()
+        learned = ("position_embedding",) if config.position == "learned" else ()
+        self.first_modules = ("embedding", *learned, "embedding_dropout")
+        self.last_modules = ("final_norm", "embedding" if config.tied_embeddings else "head")
+        if not inside_strategy():
+            materialize(self, device=mesh.device, seed=torch.initial_seed() if seed is None else seed)
+
+    def context(self, tokens: Tensor) -> tuple[SequenceContext]:
+        """What layers need besides the hidden state, from tokens ``[B, S]``: lengths and rotary tables.
+
+        Raises:
+            ValueError: tokens are not ``[B, S]``, or S exceeds ``max_seq_len``.
+        """
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens have shape {tuple(tokens.shape)}; GPT takes [B, S].")
+        seq_len = tokens.shape[1]
+        if not 1 <= seq_len <= self.config.max_seq_len:
+            raise ValueError(
+                f"sequences of {seq_len} tokens do not fit 1 <= S <= max_seq_len={self.config.max_seq_len}; cut them, or raise "
+                f"max_seq_len in the config."
+            )
+        padded_len = seq_len + -seq_len % self._sequence_axis.size
+        tables = self._rope.tables(torch.arange(padded_len, device=tokens.device)) if self._rope is not None else None
+        return (SequenceContext(seq_len, padded_len, tables),)
+
+    @without_autocast
+    def first(self, tokens: Tensor) -> Tensor:
+        """Embed: ``[B, S] -> [S/tp, B, H]`` under sequence parallelism (S padded to a multiple of tp), else ``[S, B, H]``."""
+        # Padding stands at the end, where causal attention lets no real token see it.
+        padded = F.pad(tokens, (0, -tokens.shape[1] % self._sequence_axis.size))
+        hidden: Tensor = self.embedding(padded)
+        if self.position_embedding is not None:
+            hidden = hidden + self.position_embedding(padded.shape[1])
+        dropped: Tensor = self.embedding_dropout(hidden)
+        return dropped
+
+    @without_autocast
+    def last(self, hidden: Tensor, context: SequenceContext, labels: Tensor | None = None) -> Tensor:
+        """Head and loss: ``[S/tp, B, H]`` (or ``[S, B, H]``) to losses ``[B, S]``, or to logits ``[B, S, V]`` without labels.
+
+        Raises:
+            ValueError: labels have another shape than tokens.
+        """
+        config, tp = self.config, self._mesh.tp
+        hidden = self.final_norm(hidden)
+        logits = vocab_logits(hidden, self.embedding.weight, self._mesh) if self.head is None else self.head(hidden)
+        if labels is None:
+            return gather_logits(logits[: context.seq_len], tp=tp, vocab_size=config.vocab_size)
+        if tuple(labels.shape) != (hidden.shape[1], context.seq_len):
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)}, tokens {(hidden.shape[1], context.seq_len)}: give one each."
+            )
+        # The labels are padded, not the logits cut: the backward of a cut would copy the largest tensor of the model.
+        padded = F.pad(labels, (0, context.padded_len - context.seq_len), value=IGNORE_INDEX)
+        losses = vocab_parallel_cross_entropy(
+            logits,
+            padded.t(),
+            tp=tp,
+            vocab_size=config.vocab_size,
+            label_smoothing=config.label_smoothing,
+            z_loss=config.z_loss,
+            ignore_index=IGNORE_INDEX,
+        )
+        return losses.t()[:, : context.seq_len]
+
+
+def shift_labels(tokens: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Next-token labels, ``[B, S] -> [B, S]``: position t gets token t + 1, the last position ``ignore_index``."""
+    return F.pad(tokens[:, 1:], (0, 1), value=ignore_index)
+
+
+@dataclass(frozen=True)
+class _Build:
+    """Makes the parts of one model."""
+
+    config: GPTConfig
+    mesh: Mesh
+    backend: Backend
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def _norm(self) -> NormSpec:
+        return NormSpec(self.config.norm, self.config.norm_eps)
+
+    @property
+    def _init(self) -> Init:
+        return Init("normal", self.config.init_std)
+
+    @property
+    def _residual_init(self) -> Init:
+        """Smaller, so that the sum of all blocks' outputs keeps its size at any depth (Radford et al. 2019, section 2.3)."""
+        return Init("normal", self.config.init_std / sqrt(2 * self.config.num_layers))
+
+    def rope(self) -> Rope | None:
+        config = self.config
+        if config.position != "rope":
+            return None
+        return Rope(head_dim=config.head_size, theta=config.rope_theta, scaling=config.rope_scaling)
+
+    def embedding(self) -> VocabParallelEmbedding:
+        return VocabParallelEmbedding(
+            self.config.vocab_size,
+            self.config.hidden_size,
+            mesh=self.mesh,
+            vocab_multiple=self.config.vocab_multiple,
+            init=self._init,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def position_embedding(self) -> PositionEmbedding | None:
+        config = self.config
+        if config.position != "learned":
+            return None
+        return PositionEmbedding(
+            config.max_seq_len,
+            config.hidden_size,
+            mesh=self.mesh,
+            init=self._init,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def head(self) -> VocabParallelHead | None:
+        if self.config.tied_embeddings:
+            return None
+        return VocabParallelHead(
+            self.config.vocab_size,
+            self.config.hidden_size,
+            mesh=self.mesh,
+            vocab_multiple=self.config.vocab_multiple,
+            init=self._init,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def final_norm(self) -> nn.Module:
+        partial = self.mesh.sequence_parallel
+        return self.backend.norm(self.config.hidden_size, self._norm, partial=partial, device=self.device, dtype=self.dtype)
+
+    def layer(self) -> TransformerLayer:
+        attn_norm, attn = self._attention()
+        mlp_norm, mlp = self._mlp()
+        dropout = self.config.hidden_dropout
+        return TransformerLayer(attn_norm, attn, mlp_norm=mlp_norm, mlp=mlp, mesh=self.mesh, dropout=dropout)
+
+    def _attention(self) -> tuple[nn.Module, Attention]:
+        config, mesh = self.config, self.mesh
+        parts = qkv_parts(config.num_heads, config.kv_heads, head_dim=config.head_size, tp=mesh.tp.size)
+        norm, qkv = self.backend.norm_column_linear(
+            config.hidden_size,
+            parts,
+            norm=self._norm,
+            mesh=mesh,
+            bias=config.has_qkv_bias,
+            init=self._init,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        out = self._row_linear(config.num_heads * config.head_size)
+        core = self.backend.core_attention(dropout=config.attention_dropout, mesh=mesh)
+        q_norm, k_norm = self._head_norm(), self._head_norm()
+        head_dim = config.head_size
+        return norm, Attention(qkv, out, core=core, backend=self.backend, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm)
+
+    def _head_norm(self) -> nn.Module | None:
+        """Each tp rank normalises other heads, with sequence parallelism or without: the gradient is always partial."""
+        if not self.config.qk_norm:
+            return None
+        return self.backend.norm(self.config.head_size, self._norm, partial=True, device=self.device, dtype=self.dtype)
+
+    def _mlp(self) -> tuple[nn.Module, nn.Module]:
+        config = self.config
+        gated = config.activation == "swiglu"
+        norm, up = self.backend.norm_column_linear(
+            config.hidden_size,
+            gate_up_parts(config.ffn_size) if gated else config.ffn_size,
+            norm=self._norm,
+            mesh=self.mesh,
+            bias=config.bias,
+            init=self._init,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        down = self._row_linear(config.ffn_size)
+        made = GatedMLP if gated else MLP
+        return norm, made(up, down, activation=self.backend.activation(config.activation))
+
+    def _row_linear(self, in_features: int) -> nn.Module:
+        return self.backend.row_linear(
+            in_features,
+            self.config.hidden_size,
+            mesh=self.mesh,
+            bias=self.config.bias,
+            init=self._residual_init,
+            device=self.device,
+            dtype=self.dtype,
+        )
