@@ -1,0 +1,206 @@
+"""Save and load a checkpoint directory on all ranks together."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_megatron.checkpoint import files
+from lightning_megatron.checkpoint.files import is_checkpoint, remove
+from lightning_megatron.checkpoint.optimizer_state import (
+    OptimizerLike,
+    OptimizerTarget,
+    num_optimizers,
+    optimizer_state,
+)
+from lightning_megatron.checkpoint.planner import StrictLoadPlanner, StrictSavePlanner
+from lightning_megatron.checkpoint.ranks import Ranks, readable
+from lightning_megatron.checkpoint.state import EXTRA_STATE, ModelTarget, model_state
+from lightning_megatron.checkpoint.storage import ChunkReader, SafeWriter
+from lightning_megatron.mesh import Mesh
+
+_WRITTEN_APART = ("state_dict", "optimizer_states")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What ``load`` found besides tensors.
+
+    Args:
+        meta: the dict that was given to ``save`` (without ``state_dict`` and ``optimizer_states``).
+        optimizers: whether optimiser states, main parameters and hyperparameters were restored. Where not, the main
+            parameters must be refreshed from the parameters.
+    """
+
+    meta: dict[str, Any]
+    optimizers: bool
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    module: nn.Module,
+    optimizers: Sequence[OptimizerLike],
+    meta: dict[str, Any],
+    mesh: Mesh,
+    save_optimizer: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint directory. All ranks call it together; the first rank's ``path`` and ``meta`` count.
+
+    It is written beside ``path`` under a temporary name and takes its place when it is whole, replacing a file, link or
+    directory there. An interrupted save leaves the old checkpoint as it was.
+
+    Args:
+        path: the directory to make.
+        module: the root module, holding this rank's stages. Its ``state_dict`` names what is saved.
+        optimizers: the distributed optimisers, in Lightning's order.
+        meta: the rest of Lightning's checkpoint dict.
+        mesh: the running layout.
+        save_optimizer: also write optimiser states and main parameters.
+        process_group: a group of all ranks that can move CPU objects; by default the world's.
+
+    Raises:
+        ValueError: the ranks do not hold the whole of some tensor, or disagree about it.
+        RuntimeError: a rank could not write.
+    """
+    ranks = Ranks(process_group)
+    path = ranks.on_first(lambda: Path(os.path.abspath(path)))
+    state: dict[str, Any] = {"model": ranks.together(lambda: model_state(module, mesh=mesh))}
+    for index, optimizer in enumerate(optimizers if save_optimizer else ()):
+        state[f"optimizer_{index}"] = optimizer_state(optimizer, module=module, mesh=mesh, ranks=ranks)
+    write(path, state, meta, ranks)
+
+
+def write(path: Path, state: dict[str, Any], meta: dict[str, Any], ranks: Ranks) -> None:
+    """Write collected state: the part of ``save`` that needs nothing of the training but ``state`` (see ``save``)."""
+    ranks.on_first(lambda: files.prepare(path))
+    with _dcp_errors():
+        dcp.save(
+            state,
+            storage_writer=SafeWriter(files.temporary(path)),
+            planner=StrictSavePlanner(),
+            process_group=ranks.group,
+            no_dist=not ranks.distributed,
+        )
+    rest = {key: value for key, value in meta.items() if key not in _WRITTEN_APART}
+
+    def finish() -> None:
+        files.write_meta(files.temporary(path), rest)
+        files.commit(path)
+
+    ranks.on_first(finish)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    module: nn.Module,
+    optimizers: Sequence[OptimizerLike] = (),
+    mesh: Mesh,
+    load_optimizer: bool = True,
+    weights_only: bool | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Read a checkpoint, written at any layout, into this rank's parameters and optimiser shards, in place.
+
+    All ranks call it together. Everything is checked before anything is read: after a ``ValueError`` or
+    ``FileNotFoundError`` nothing has changed.
+
+    Args:
+        path: the checkpoint's directory.
+        module: the root module, holding this rank's stages, in real memory.
+        optimizers: the distributed optimisers, in the order in which they were saved.
+        mesh: the running layout.
+        load_optimizer: also restore the optimisers, if the checkpoint has them.
+        weights_only: how ``meta.pt`` is unpickled; ``None`` means ``True``, as in torch. Python values in the optimiser's
+            param groups are always unpickled: load trusted checkpoints only.
+        strict: refuse parameters that only the checkpoint or only the model has.
+        cast: let parameters be cast from the saved dtype.
+        process_group: a group of all ranks that can move CPU objects; by default the world's.
+
+    Raises:
+        FileNotFoundError: no checkpoint, or an incomplete one.
+        ValueError: something else is there, or its tensors do not fit; the message names them with both shapes.
+        RuntimeError: a rank could not read.
+    """
+    ranks = Ranks(process_group)
+    source = Path(path)
+
+    def read_small_files() -> tuple[Metadata, dict[str, Any]]:
+        files.check(source)
+        return files.read_index(source), files.read_pickled(source / files.META_FILE, weights_only)
+
+    index, meta = ranks.together(read_small_files)
+    saved = num_optimizers(index)
+    restored = load_optimizer and saved > 0 and len(optimizers) > 0
+
+    def make_targets() -> tuple[ModelTarget, list[OptimizerTarget]]:
+        if restored and saved != len(optimizers):
+            raise ValueError(f"{source} has the states of {saved} optimizers, and {len(optimizers)} are configured.")
+        targets = [OptimizerTarget(one, number, index) for number, one in enumerate(optimizers)] if restored else []
+        return ModelTarget(module, index), targets
+
+    model, of_optimizers = ranks.together(make_targets)
+    flat = dict(model.tensors)
+    for target in of_optimizers:
+        flat.update(target.tensors)
+    planner = StrictLoadPlanner(
+        complete="model." if strict else None, optional=(EXTRA_STATE,), allow_missing=not strict, cast=cast
+    )
+    with _dcp_errors():
+        dcp.load(
+            flat,
+            storage_reader=ChunkReader(source, index),
+            planner=planner,
+            process_group=ranks.group,
+            no_dist=not ranks.distributed,
+        )
+    model.finish(flat)
+    for target in of_optimizers:
+        target.finish(flat)
+    return Loaded(meta, restored)
+
+
+def load_state_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:
+    """Read an ordinary Lightning checkpoint: one file with a ``state_dict`` of unsharded tensors, on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not such a checkpoint, or holds types that ``weights_only`` refuses.
+    """
+    file = Path(path)
+    if not file.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {file}.")
+    if file.is_dir():
+        raise ValueError(f"{file} is a directory, not a single-file checkpoint.")
+    content = files.read_pickled(file, weights_only)
+    if not isinstance(content.get("state_dict"), dict):
+        raise ValueError(f"{file} has no state_dict; its keys are {sorted(map(str, content))[:10]}.")
+    return content
+
+
+@contextmanager
+def _dcp_errors() -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        raise readable(error) from None
+
+
+__all__ = ["Loaded", "is_checkpoint", "load", "load_state_file", "remove", "save", "write"]

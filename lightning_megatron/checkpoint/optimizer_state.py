@@ -1,0 +1,243 @@
+"""A distributed optimiser's states, main parameters and hyperparameters as parts of the unsharded optimiser's.
+
+In a checkpoint, for the i-th optimiser: ``optimizer_<i>.state.<parameter>.<key>``, ``optimizer_<i>.main.<parameter>`` (fp32
+copies of low-precision parameters) and ``optimizer_<i>.param_groups``, whose ``params`` are names in the model's order. Put
+together it is a state dict that a plain torch optimiser over the unsharded parameters loads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lightning_megatron.checkpoint.boxes import BoxedTensor, every_box
+from lightning_megatron.checkpoint.ranks import Ranks
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.sharding import Box, ParamSharding
+
+
+class ShardLike(Protocol):
+    """This rank's slice ``[start, stop)`` of a flattened local parameter; ``main`` is the 1-D tensor that is optimised."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def param(self) -> Tensor: ...
+    @property
+    def main(self) -> Tensor: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def sharding(self) -> ParamSharding: ...
+
+
+class OptimizerLike(Protocol):
+    """A distributed optimiser: its shards, and the torch optimiser whose param groups hold their ``main``."""
+
+    @property
+    def shards(self) -> Sequence[Any]: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+
+def optimizer_state(distributed_optimizer: OptimizerLike, *, module: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+    """What this rank saves of an optimiser: ``{"state": ..., "main": ..., "param_groups": ...}``. All ranks call it.
+
+    Of a part that several ranks hold, the one at position 0 of each axis offers it (the first stage, if it is tied): where
+    slices begin and end may differ between stages, so equal parts cannot be told by their offset.
+    """
+    optimizer = distributed_optimizer.optimizer
+    state: dict[str, dict[str, Any]] = {}
+    main: dict[str, Tensor] = {}
+    for shard in distributed_optimizer.shards:
+        if not shard.main.numel():
+            continue
+        if is_copy(shard) and (part := _owned(shard, shard.main, mesh)).parts:
+            main[shard.name] = part
+        for key, value in optimizer.state.get(shard.main, {}).items():
+            if not _is_flat(value, shard):
+                state.setdefault(shard.name, {})[key] = value.detach() if isinstance(value, Tensor) else value
+            elif (part := _owned(shard, value, mesh)).parts:
+                state.setdefault(shard.name, {})[key] = part
+    groups = _named_groups(distributed_optimizer, module, mesh, ranks)
+    return {"state": state, "main": main, **({"param_groups": groups} if ranks.is_first else {})}
+
+
+def is_copy(shard: ShardLike) -> bool:
+    """Whether the main parameter has memory of its own, rather than being a view of the parameter."""
+    return shard.main.untyped_storage().data_ptr() != shard.param.untyped_storage().data_ptr()
+
+
+def _is_flat(value: Any, shard: ShardLike) -> bool:
+    return isinstance(value, Tensor) and value.shape == shard.main.shape
+
+
+def _owned(shard: ShardLike, values: Tensor, mesh: Mesh) -> BoxedTensor:
+    tied_elsewhere = shard.sharding.tied and not mesh["ends"].is_first
+
+    def keep(box: Box) -> bool:
+        return not tied_elsewhere and all(mesh[axis].is_first for axis in box.replicated)
+
+    return _boxed(shard, values, keep)
+
+
+def _boxed(shard: ShardLike, values: Tensor, keep: Any = every_box) -> BoxedTensor:
+    return BoxedTensor.from_flat_slice(values, shard.start, shard.stop, shard.param.shape, shard.sharding, keep=keep)
+
+
+def _named_groups(distributed_optimizer: OptimizerLike, module: nn.Module, mesh: Mesh, ranks: Ranks) -> list[dict[str, Any]]:
+    """Hyperparameters of each param group with the names of its parameters on all ranks (on the first rank)."""
+    names = {id(shard.main): shard.name for shard in distributed_optimizer.shards}
+    groups = distributed_optimizer.optimizer.param_groups
+    mine = [[names[id(main)] for main in group["params"] if id(main) in names] for group in groups]
+    order = [name for name, _ in module.named_parameters()]
+    gathered = sorted(ranks.gather_to_first((mesh.pp.rank, order, mine)), key=lambda entry: entry[0])
+    position = model_order([name for _, of_rank, _ in gathered for name in of_rank])
+    result = []
+    for number, group in enumerate(groups):
+        members = {name for _, _, by_group in gathered for name in by_group[number]}
+        ordered = sorted(members, key=lambda name: (position.get(name, len(position)), name))
+        result.append({**{key: value for key, value in group.items() if key != "params"}, "params": ordered})
+    return result
+
+
+def model_order(names: Sequence[str]) -> dict[str, int]:
+    """Position of each name in the unsharded model, from the stages' names one after the other.
+
+    Layers of several stages on a rank come out of their order; numbered members of one list are put back into it.
+    """
+    unique = list(dict.fromkeys(names))
+    first_seen: dict[str, int] = {}
+    keys = {}
+    for place, name in enumerate(unique):
+        found = re.match(r"(.*?\.|)(\d+)\.", name)
+        prefix, number = (found[1], int(found[2])) if found else (name, 0)
+        keys[name] = (first_seen.setdefault(prefix + "#" if found else name, place), number, place)
+    return {name: place for place, name in enumerate(sorted(unique, key=lambda name: keys[name]))}
+
+
+def num_optimizers(index: Metadata) -> int:
+    """How many optimisers' states a checkpoint has."""
+    heads = (str(key).split(".", 1)[0] for key in index.state_dict_metadata)
+    return len({head for head in heads if re.fullmatch(r"optimizer_\d+", head)})
+
+
+class OptimizerTarget:
+    """Where a checkpoint's ``optimizer_<number>.*`` entries go.
+
+    States that do not exist yet are allocated as the checkpoint has them. A parameter without states there gets none.
+
+    Args:
+        distributed_optimizer: the optimiser to restore.
+        number: its place in the checkpoint.
+        index: the checkpoint's index.
+
+    Raises:
+        ValueError: the checkpoint has another number of param groups.
+    """
+
+    def __init__(self, distributed_optimizer: OptimizerLike, number: int, index: Metadata) -> None:
+        self._distributed, self._optimizer = distributed_optimizer, distributed_optimizer.optimizer
+        self._paths: dict[str, tuple[Any, ...]] = {}
+        self._states: dict[str, dict[str, str]] = {}
+        self.tensors: dict[str, Any] = {}
+        self._new: list[tuple[ShardLike, dict[str, Any]]] = []
+        self._uncopied: list[ShardLike] = []
+        head, saved = f"optimizer_{number}", index.state_dict_metadata
+        for key, path in (index.planner_data or {}).items():
+            if path[:2] == (head, "param_groups"):
+                self._paths[key] = path[2:]
+                self.tensors[key] = _placeholder(saved[key])
+            elif path[:2] == (head, "state"):
+                self._states.setdefault(path[2], {})[path[3]] = key
+        self._check_groups(number)
+        for shard in self._distributed.shards:
+            if shard.main.numel():
+                self._add(shard, head, saved)
+
+    def _check_groups(self, number: int) -> None:
+        wanted, found = len(self._optimizer.param_groups), len({path[0] for path in self._paths.values() if path})
+        if wanted != found:
+            raise ValueError(f"optimizer {number} has {wanted} param groups, and {found} in the checkpoint.")
+
+    def _add(self, shard: ShardLike, head: str, saved: dict[str, Any]) -> None:
+        if is_copy(shard):
+            key = f"{head}.main.{shard.name}"
+            if key in saved:
+                self._put(key, _boxed(shard, shard.main))
+            else:
+                self._uncopied.append(shard)
+        values: dict[str, Any] = {}
+        for name, key in self._states.get(shard.name, {}).items():
+            entry = saved[key]
+            if not _is_flat_entry(name, entry, shard):
+                values[name] = key
+                self.tensors[key] = _placeholder(entry)
+                continue
+            values[name] = self._allocated(shard, name, entry.properties.dtype)
+            self._put(key, _boxed(shard, values[name]))
+        self._new.append((shard, values))
+
+    def _put(self, key: str, boxed: BoxedTensor) -> None:
+        if boxed.parts:  # a slice may hold padding rows alone
+            self.tensors[key] = boxed
+
+    def _allocated(self, shard: ShardLike, name: str, dtype: torch.dtype) -> Tensor:
+        existing = self._optimizer.state.get(shard.main, {}).get(name)
+        if _is_flat(existing, shard) and existing.dtype == dtype:
+            return existing  # type: ignore[no-any-return]
+        return torch.zeros(shard.main.shape, dtype=dtype, device=shard.main.device)
+
+    @torch.no_grad()
+    def finish(self, loaded: dict[str, Any]) -> None:
+        """Install the states and the hyperparameters; fill main parameters that the checkpoint has none of."""
+        groups = {id(main): group for group in self._optimizer.param_groups for main in group["params"]}
+        for shard, values in self._new:
+            state = {
+                name: _placed(name, loaded[value], shard, groups.get(id(shard.main), {})) if isinstance(value, str) else value
+                for name, value in values.items()
+            }
+            if state or shard.main in self._optimizer.state:
+                self._optimizer.state[shard.main] = state
+        for shard in self._uncopied:
+            shard.main.copy_(shard.param.detach().reshape(-1)[shard.start : shard.stop])
+        for key, (number, *path) in self._paths.items():
+            if path != ["params"]:
+                _set_hyperparameter(self._optimizer.param_groups[number], path, loaded[key])
+
+
+def _is_flat_entry(name: str, entry: Any, shard: ShardLike) -> bool:
+    """Whether a saved state has an element for each of the parameter's (a scalar parameter's step count has not)."""
+    if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != tuple(shard.sharding.global_shape):
+        return False
+    return not (name == "step" and prod(entry.size) == 1)
+
+
+def _placeholder(entry: Any) -> Tensor | None:
+    return torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+
+
+def _placed(name: str, value: Any, shard: ShardLike, group: dict[str, Any]) -> Any:
+    """A plain state where torch's optimisers keep it: step counts stay on the CPU unless a kernel reads them."""
+    if not isinstance(value, Tensor):
+        return value
+    on_host = name == "step" and not (group.get("capturable") or group.get("fused"))
+    return value.clone() if on_host else value.to(shard.main.device, copy=True)
+
+
+def _set_hyperparameter(group: dict[str, Any], path: list[Any], value: Any) -> None:
+    for step in path[:-1]:
+        group = group[step]
+    current = group.get(path[-1]) if isinstance(group, dict) else group[path[-1]]
+    if isinstance(current, Tensor):
+        current.copy_(torch.as_tensor(value))  # a learning rate that compiled code reads by reference
+    else:
+        group[path[-1]] = value
