@@ -33,6 +33,9 @@ class Axis:
     rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, compare=False)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Axis:
+        return self  # process groups cannot be copied, and a copied module works on the same ones
+
     @property
     def size(self) -> int:
         """Ranks on the axis."""
@@ -77,6 +80,9 @@ class Mesh:
     axes: dict[str, Axis] = field(default_factory=dict)
     channels: dict[tuple[str, int, int], dist.ProcessGroup] = field(default_factory=dict)
     device_mesh: DeviceMesh | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
+        return self  # process groups cannot be copied, and a copied module works on the same ones
 
     def __getitem__(self, name: str) -> Axis:
         """The axis of that name; an axis that the layout does not have is one of a single rank."""
