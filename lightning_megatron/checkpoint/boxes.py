@@ -39,8 +39,8 @@ class BoxedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, shape: Iterable[int], parts: Iterable[tuple[Offset, Tensor]], dtype: torch.dtype) -> BoxedTensor:
         """Make one of global ``shape`` from ``(global offset, part)`` pairs."""
-        self: BoxedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, torch.Size(tuple(shape)), device="cpu", dtype=dtype
+        self: BoxedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(tuple(shape)), device=torch.device("cpu"), dtype=dtype
         )
         self.parts = {}
         for offset, part in parts:
@@ -113,10 +113,10 @@ class BoxedTensor(torch.Tensor):
         return sum(part.numel() for part in self.parts.values())
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func} on a BoxedTensor, which has parts for a checkpoint and no storage")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"BoxedTensor({tuple(self.shape)}, {self.dtype}, parts at {[tuple(offset) for offset in self.parts]})"
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from lightning_megatron.checkpoint import files
 from lightning_megatron.checkpoint.files import is_checkpoint, remove
 from lightning_megatron.checkpoint.optimizer_state import (
-    OptimizerLike,
     OptimizerTarget,
     num_optimizers,
     optimizer_state,
@@ -29,6 +29,7 @@ from lightning_megatron.checkpoint.ranks import Ranks, readable
 from lightning_megatron.checkpoint.state import EXTRA_STATE, ModelTarget, model_state
 from lightning_megatron.checkpoint.storage import ChunkReader, SafeWriter
 from lightning_megatron.mesh import Mesh
+from lightning_megatron.optim import DistributedOptimizer
 
 _WRITTEN_APART = ("state_dict", "optimizer_states")
 
@@ -51,7 +52,7 @@ def save(
     path: str | os.PathLike[str],
     *,
     module: nn.Module,
-    optimizers: Sequence[OptimizerLike],
+    optimizers: Sequence[DistributedOptimizer],
     meta: dict[str, Any],
     mesh: Mesh,
     save_optimizer: bool = True,
@@ -87,7 +88,7 @@ def write(path: Path, state: dict[str, Any], meta: dict[str, Any], ranks: Ranks)
     """Write collected state: the part of ``save`` that needs nothing of the training but ``state`` (see ``save``)."""
     ranks.on_first(lambda: files.prepare(path))
     with _dcp_errors():
-        dcp.save(
+        save_tensors(
             state,
             storage_writer=SafeWriter(files.temporary(path)),
             planner=StrictSavePlanner(),
@@ -107,7 +108,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     module: nn.Module,
-    optimizers: Sequence[OptimizerLike] = (),
+    optimizers: Sequence[DistributedOptimizer] = (),
     mesh: Mesh,
     load_optimizer: bool = True,
     weights_only: bool | None = None,
@@ -162,7 +163,7 @@ def load(
         complete="model." if strict else None, optional=(EXTRA_STATE,), allow_missing=not strict, cast=cast
     )
     with _dcp_errors():
-        dcp.load(
+        load_tensors(
             flat,
             storage_reader=ChunkReader(source, index),
             planner=planner,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,68 +19,52 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from lightning_megatron.checkpoint.boxes import BoxedTensor, every_box
 from lightning_megatron.checkpoint.ranks import Ranks
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.sharding import Box, ParamSharding
+from lightning_megatron.optim import DistributedOptimizer, Shard
+from lightning_megatron.sharding import Box
+
+_NAMES = ("params", "param_names")  # entries of a param group that list its parameters
 
 
-class ShardLike(Protocol):
-    """This rank's slice ``[start, stop)`` of a flattened local parameter; ``main`` is the 1-D tensor that is optimised."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def param(self) -> Tensor: ...
-    @property
-    def main(self) -> Tensor: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def sharding(self) -> ParamSharding: ...
-
-
-class OptimizerLike(Protocol):
-    """A distributed optimiser: its shards, and the torch optimiser whose param groups hold their ``main``."""
-
-    @property
-    def shards(self) -> Sequence[Any]: ...
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-
-
-def optimizer_state(distributed_optimizer: OptimizerLike, *, module: nn.Module, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+def optimizer_state(
+    distributed_optimizer: DistributedOptimizer, *, module: nn.Module, mesh: Mesh, ranks: Ranks
+) -> dict[str, Any]:
     """What this rank saves of an optimiser: ``{"state": ..., "main": ..., "param_groups": ...}``. All ranks call it.
 
     Of a part that several ranks hold, the one at position 0 of each axis offers it (the first stage, if it is tied): where
     slices begin and end may differ between stages, so equal parts cannot be told by their offset.
     """
-    optimizer = distributed_optimizer.optimizer
-    state: dict[str, dict[str, Any]] = {}
-    main: dict[str, Tensor] = {}
-    for shard in distributed_optimizer.shards:
-        if not shard.main.numel():
-            continue
-        if is_copy(shard) and (part := _owned(shard, shard.main, mesh)).parts:
-            main[shard.name] = part
-        for key, value in optimizer.state.get(shard.main, {}).items():
-            if not _is_flat(value, shard):
-                state.setdefault(shard.name, {})[key] = value.detach() if isinstance(value, Tensor) else value
-            elif (part := _owned(shard, value, mesh)).parts:
-                state.setdefault(shard.name, {})[key] = part
+    state, main = ranks.together(lambda: _own_parts(distributed_optimizer, mesh))
     groups = _named_groups(distributed_optimizer, module, mesh, ranks)
     return {"state": state, "main": main, **({"param_groups": groups} if ranks.is_first else {})}
 
 
-def is_copy(shard: ShardLike) -> bool:
+def _own_parts(
+    distributed_optimizer: DistributedOptimizer, mesh: Mesh
+) -> tuple[dict[str, dict[str, Any]], dict[str, BoxedTensor]]:
+    """``{parameter: {key: value}}`` of the states and ``{parameter: value}`` of the main parameters that are copies."""
+    state: dict[str, dict[str, Any]] = {}
+    main: dict[str, BoxedTensor] = {}
+    for shard in distributed_optimizer.shards:
+        if is_copy(shard) and (part := _owned(shard, shard.main, mesh)).parts:
+            main[shard.name] = part
+        for key, value in distributed_optimizer.optimizer.state.get(shard.main, {}).items():
+            if not _is_flat(value, shard):
+                state.setdefault(shard.name, {})[key] = value.detach() if isinstance(value, Tensor) else value
+            elif (part := _owned(shard, value, mesh)).parts:
+                state.setdefault(shard.name, {})[key] = part
+    return state, main
+
+
+def is_copy(shard: Shard) -> bool:
     """Whether the main parameter has memory of its own, rather than being a view of the parameter."""
     return shard.main.untyped_storage().data_ptr() != shard.param.untyped_storage().data_ptr()
 
 
-def _is_flat(value: Any, shard: ShardLike) -> bool:
+def _is_flat(value: Any, shard: Shard) -> bool:
     return isinstance(value, Tensor) and value.shape == shard.main.shape
 
 
-def _owned(shard: ShardLike, values: Tensor, mesh: Mesh) -> BoxedTensor:
+def _owned(shard: Shard, values: Tensor, mesh: Mesh) -> BoxedTensor:
     tied_elsewhere = shard.sharding.tied and not mesh["ends"].is_first
 
     def keep(box: Box) -> bool:
@@ -89,11 +73,13 @@ def _owned(shard: ShardLike, values: Tensor, mesh: Mesh) -> BoxedTensor:
     return _boxed(shard, values, keep)
 
 
-def _boxed(shard: ShardLike, values: Tensor, keep: Any = every_box) -> BoxedTensor:
+def _boxed(shard: Shard, values: Tensor, keep: Any = every_box) -> BoxedTensor:
     return BoxedTensor.from_flat_slice(values, shard.start, shard.stop, shard.param.shape, shard.sharding, keep=keep)
 
 
-def _named_groups(distributed_optimizer: OptimizerLike, module: nn.Module, mesh: Mesh, ranks: Ranks) -> list[dict[str, Any]]:
+def _named_groups(
+    distributed_optimizer: DistributedOptimizer, module: nn.Module, mesh: Mesh, ranks: Ranks
+) -> list[dict[str, Any]]:
     """Hyperparameters of each param group with the names of its parameters on all ranks (on the first rank)."""
     names = {id(shard.main): shard.name for shard in distributed_optimizer.shards}
     groups = distributed_optimizer.optimizer.param_groups
@@ -105,7 +91,8 @@ def _named_groups(distributed_optimizer: OptimizerLike, module: nn.Module, mesh:
     for number, group in enumerate(groups):
         members = {name for _, _, by_group in gathered for name in by_group[number]}
         ordered = sorted(members, key=lambda name: (position.get(name, len(position)), name))
-        result.append({**{key: value for key, value in group.items() if key != "params"}, "params": ordered})
+        named = {key: ordered for key in _NAMES if key in group}
+        result.append({**group, **named})
     return result
 
 
@@ -144,13 +131,14 @@ class OptimizerTarget:
         ValueError: the checkpoint has another number of param groups.
     """
 
-    def __init__(self, distributed_optimizer: OptimizerLike, number: int, index: Metadata) -> None:
+    def __init__(self, distributed_optimizer: DistributedOptimizer, number: int, index: Metadata) -> None:
         self._distributed, self._optimizer = distributed_optimizer, distributed_optimizer.optimizer
         self._paths: dict[str, tuple[Any, ...]] = {}
         self._states: dict[str, dict[str, str]] = {}
         self.tensors: dict[str, Any] = {}
-        self._new: list[tuple[ShardLike, dict[str, Any]]] = []
-        self._uncopied: list[ShardLike] = []
+        self._flat: list[tuple[Shard, str, Tensor]] = []
+        self._plain: list[tuple[Shard, str, str]] = []
+        self._uncopied: list[Shard] = []
         head, saved = f"optimizer_{number}", index.state_dict_metadata
         for key, path in (index.planner_data or {}).items():
             if path[:2] == (head, "param_groups"):
@@ -160,37 +148,35 @@ class OptimizerTarget:
                 self._states.setdefault(path[2], {})[path[3]] = key
         self._check_groups(number)
         for shard in self._distributed.shards:
-            if shard.main.numel():
-                self._add(shard, head, saved)
+            self._add(shard, head, saved)
 
     def _check_groups(self, number: int) -> None:
         wanted, found = len(self._optimizer.param_groups), len({path[0] for path in self._paths.values() if path})
         if wanted != found:
             raise ValueError(f"optimizer {number} has {wanted} param groups, and {found} in the checkpoint.")
 
-    def _add(self, shard: ShardLike, head: str, saved: dict[str, Any]) -> None:
+    def _add(self, shard: Shard, head: str, saved: dict[str, Any]) -> None:
         if is_copy(shard):
             key = f"{head}.main.{shard.name}"
             if key in saved:
                 self._put(key, _boxed(shard, shard.main))
             else:
                 self._uncopied.append(shard)
-        values: dict[str, Any] = {}
         for name, key in self._states.get(shard.name, {}).items():
             entry = saved[key]
-            if not _is_flat_entry(name, entry, shard):
-                values[name] = key
+            if _is_flat_entry(name, entry, shard):
+                values = self._allocated(shard, name, entry.properties.dtype)
+                self._flat.append((shard, name, values))
+                self._put(key, _boxed(shard, values))
+            else:
+                self._plain.append((shard, name, key))
                 self.tensors[key] = _placeholder(entry)
-                continue
-            values[name] = self._allocated(shard, name, entry.properties.dtype)
-            self._put(key, _boxed(shard, values[name]))
-        self._new.append((shard, values))
 
     def _put(self, key: str, boxed: BoxedTensor) -> None:
         if boxed.parts:  # a slice may hold padding rows alone
             self.tensors[key] = boxed
 
-    def _allocated(self, shard: ShardLike, name: str, dtype: torch.dtype) -> Tensor:
+    def _allocated(self, shard: Shard, name: str, dtype: torch.dtype) -> Tensor:
         existing = self._optimizer.state.get(shard.main, {}).get(name)
         if _is_flat(existing, shard) and existing.dtype == dtype:
             return existing  # type: ignore[no-any-return]
@@ -200,21 +186,23 @@ class OptimizerTarget:
     def finish(self, loaded: dict[str, Any]) -> None:
         """Install the states and the hyperparameters; fill main parameters that the checkpoint has none of."""
         groups = {id(main): group for group in self._optimizer.param_groups for main in group["params"]}
-        for shard, values in self._new:
-            state = {
-                name: _placed(name, loaded[value], shard, groups.get(id(shard.main), {})) if isinstance(value, str) else value
-                for name, value in values.items()
-            }
-            if state or shard.main in self._optimizer.state:
-                self._optimizer.state[shard.main] = state
+        states: dict[Tensor, dict[str, Any]] = {shard.main: {} for shard in self._distributed.shards}
+        for shard, name, values in self._flat:
+            states[shard.main][name] = values
+        for shard, name, key in self._plain:
+            states[shard.main][name] = _placed(name, loaded[key], shard, groups.get(id(shard.main), {}))
+        for main, state in states.items():
+            self._optimizer.state.pop(main, None)
+            if state:
+                self._optimizer.state[main] = state
         for shard in self._uncopied:
             shard.main.copy_(shard.param.detach().reshape(-1)[shard.start : shard.stop])
         for key, (number, *path) in self._paths.items():
-            if path != ["params"]:
+            if path[-1] not in _NAMES:
                 _set_hyperparameter(self._optimizer.param_groups[number], path, loaded[key])
 
 
-def _is_flat_entry(name: str, entry: Any, shard: ShardLike) -> bool:
+def _is_flat_entry(name: str, entry: Any, shard: Shard) -> bool:
     """Whether a saved state has an element for each of the parameter's (a scalar parameter's step count has not)."""
     if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != tuple(shard.sharding.global_shape):
         return False
@@ -225,7 +213,7 @@ def _placeholder(entry: Any) -> Tensor | None:
     return torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
-def _placed(name: str, value: Any, shard: ShardLike, group: dict[str, Any]) -> Any:
+def _placed(name: str, value: Any, shard: Shard, group: dict[str, Any]) -> Any:
     """A plain state where torch's optimisers keep it: step counts stay on the CPU unless a kernel reads them."""
     if not isinstance(value, Tensor):
         return value

@@ -36,9 +36,9 @@ class StrictSavePlanner(DefaultSavePlanner):
         _raise_all("This state cannot be saved", _conflicts(all_plans))
         plans, metadata = super().create_global_plan(all_plans)
         holes = [
-            f"{key}: {sum(prod(c.sizes) for c in saved.chunks)} of the {prod(saved.size)} elements of {tuple(saved.size)} are held by a rank"
+            f"{key}: the ranks hold only {_numel(saved)} of the {prod(saved.size)} elements of {tuple(saved.size)}"
             for key, saved in metadata.state_dict_metadata.items()
-            if isinstance(saved, TensorStorageMetadata) and sum(prod(c.sizes) for c in saved.chunks) != prod(saved.size)
+            if isinstance(saved, TensorStorageMetadata) and _numel(saved) != prod(saved.size)
         ]
         _raise_all("This state cannot be saved", holes)  # the stock check skips a world of one rank
         return plans, metadata
@@ -59,6 +59,10 @@ def _conflicts(all_plans: list[SavePlan]) -> list[str]:
         if size != tuple(data.chunk.sizes):
             problems.append(f"{key}: parts of sizes {size} and {tuple(data.chunk.sizes)} at {tuple(data.chunk.offsets)}")
     return problems
+
+
+def _numel(saved: TensorStorageMetadata) -> int:
+    return sum(prod(chunk.sizes) for chunk in saved.chunks)
 
 
 def _form(data: TensorWriteData | TensorStorageMetadata) -> str:
@@ -139,7 +143,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             f"{key}: in the checkpoint with shape {tuple(saved.size)}, but not in the model"
             for key, saved in self.metadata.state_dict_metadata.items()
             if key.startswith(self._complete) and not key.endswith(self._optional) and key not in read | named
-            if isinstance(saved, TensorStorageMetadata) and prod(saved.size)
+            if isinstance(saved, TensorStorageMetadata) and saved.size.numel()
         ]
 
 
