@@ -1,0 +1,383 @@
+"""``self.log`` in a step that runs once for each micro-batch, and to its end on the last stage alone.
+
+Note [Record and replay]
+While a schedule runs, what the user logs is recorded. Afterwards the last stage combines each name over the micro-batches,
+all stages of the pipeline receive the result, and every rank calls Lightning's own ``log`` once for each name, with the
+same value and with the batch size of all micro-batches together. Callbacks, loggers and the progress bar then see on every
+rank what one process would have seen.
+
+A step costs one small CPU broadcast (which schema, and the batch sizes) and one packed tensor of values on the device. A
+schema (names and arguments) travels as an object the first time that it comes up.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from numbers import Number
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.aggregation import MaxMetric, MinMetric, SumMetric
+
+from lightning_megatron.comm import all_reduce, broadcast, broadcast_object
+from lightning_megatron.mesh import Mesh
+
+# A program that logs under ever new names must not fill the memory with schemas.
+_MAX_SCHEMAS = 64
+
+Kind = Literal["value", "metric", "refused", "error"]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One name of a schema: what is logged and how, without the value.
+
+    Args:
+        name: the name given to ``log``.
+        kind: ``value``: a number; ``metric``: a torchmetrics object; ``refused``: something that Lightning refuses, to be
+            refused on every rank; ``error``: something that cannot be done, the same.
+        arguments: the other arguments of ``log``, sorted by name, without ``batch_size``.
+        detail: the metric's path in the module, the pickled value, or the message.
+        reduction: how micro-batches are combined: mean, sum, min or max.
+        has_value: whether a number travels for it.
+        own_weights: whether the user gave ``batch_size``, which then may differ between context-parallel ranks.
+    """
+
+    name: str
+    kind: Kind
+    arguments: tuple[tuple[str, Any], ...]
+    detail: str | bytes = ""
+    reduction: str = "mean"
+    has_value: bool = False
+    own_weights: bool = False
+
+    @property
+    def on_one_rank(self) -> bool:
+        """Whether other context-parallel ranks may not log the name at all."""
+        return bool(dict(self.arguments).get("rank_zero_only"))
+
+
+@dataclass(frozen=True)
+class _Schema:
+    entries: tuple[_Entry, ...]
+    has_loss: bool
+    dtype: torch.dtype
+
+    @property
+    def num_values(self) -> int:
+        return self.has_loss + sum(entry.has_value for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of ``log``: ``number`` is what it adds to the combined value, if anything."""
+
+    microbatch_index: int
+    entry: _Entry
+    number: Tensor | None
+    weight: int
+    own_weight: bool
+
+
+@dataclass
+class _Record:
+    """All calls of ``log`` for one entry in one step."""
+
+    entry: _Entry
+    numbers: list[Tensor] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, call: _Call) -> None:
+        self.size += call.weight
+        if call.number is not None:
+            self.numbers.append(call.number)
+            self.weights.append(call.weight)
+        has_value, own_weights = bool(self.numbers), self.entry.own_weights or call.own_weight
+        self.entry = replace(self.entry, has_value=has_value, own_weights=own_weights)
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What the last stage tells the others: a schema, the batch size of each entry, and the values, packed (1-D)."""
+
+    schema: _Schema
+    sizes: list[int]
+    packed: Tensor
+
+
+class LogRecorder:
+    """Records ``self.log`` during a step, and replays it on every rank of the pipeline. See Note [Record and replay].
+
+    All ranks of a pipeline make one and call ``replay`` together, after each step. Context-parallel ranks must log the
+    same names.
+
+    Args:
+        lightning_module: the user's module.
+        mesh: the running layout: values go along ``pp`` and are averaged over ``cp``.
+    """
+
+    def __init__(self, lightning_module: LightningModule, *, mesh: Mesh) -> None:
+        self._module, self._mesh = lightning_module, mesh
+        self._calls: list[_Call] = []
+        self._microbatch_index, self._size, self._keep = 0, 0, False
+        self._argument_names: tuple[str, ...] = ()
+        self._schemas: list[_Schema] = []  # the same on all ranks of the pipeline; an index in it is a schema's id
+        self._paths: dict[int, str] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside the ``with`` block the module's ``log`` (and so ``log_dict``) records instead of logging."""
+        attributes, absent = self._module.__dict__, object()
+        earlier = attributes.get("log", absent)
+        self._argument_names = tuple(inspect.signature(self._module.log).parameters)
+        self._calls, self._keep = [], False
+        attributes["log"] = self._record
+        try:
+            yield
+        finally:
+            if earlier is absent:
+                del attributes["log"]
+            else:
+                attributes["log"] = earlier
+
+    def begin(self, microbatch_index: int, size: int, *, keep: bool) -> None:
+        """Tell that the user's step is about to run.
+
+        Args:
+            microbatch_index: which micro-batch.
+            size: samples in it: the weight of its values, unless the user gives a ``batch_size``.
+            keep: whether this is the run on the last stage; what other runs log is thrown away.
+        """
+        self._microbatch_index, self._size, self._keep = microbatch_index, size, keep
+
+    def _record(self, *args: Any, **kwargs: Any) -> None:
+        if not self._keep:
+            return
+        given = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
+        if missing := [name for name in ("name", "value") if name not in given]:
+            raise TypeError(f"self.log() is missing the argument(s) {', '.join(missing)}.")
+        name, value, batch_size = given.pop("name"), given.pop("value"), given.pop("batch_size", None)
+        entry, number = self._entry(name, value, given)
+        weight = self._size if batch_size is None else int(batch_size)
+        self._calls.append(_Call(self._microbatch_index, entry, number, weight, batch_size is not None))
+
+    def _entry(self, name: str, value: Any, arguments: dict[str, Any]) -> tuple[_Entry, Tensor | None]:
+        """The schema's entry for a call, and the number that the call contributes."""
+        reduction = _reduction(arguments.get("reduce_fx", "mean"))
+        if "reduce_fx" in arguments:
+            arguments["reduce_fx"] = reduction
+        group = arguments.pop("sync_dist_group", None) if self._mesh.pp.size > 1 else None
+
+        def entry(kind: Kind, detail: str | bytes = "") -> _Entry:
+            return _Entry(name, kind, tuple(sorted(arguments.items())), detail, reduction)
+
+        if group is not None:
+            message = "sync_dist_group is a group of this rank's own, which other pipeline stages cannot use. Leave it out: "
+            return entry("error", message + "sync_dist=True reduces over the data-parallel replicas."), None
+        if isinstance(value, Metric):
+            path = arguments.get("metric_attribute") or self._path_of(value)
+            if path is None:
+                return entry("error", "the torchmetrics.Metric is not an attribute of the LightningModule; make it one."), None
+            reduction = _reduction_of_metric(value)
+            cache = value._forward_cache
+            return entry("metric", path), self._number(cache) if isinstance(cache, Tensor) and cache.numel() == 1 else None
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return entry("value"), self._number(value)
+        if isinstance(value, Number) and not isinstance(value, complex):
+            return entry("value"), self._number(float(value))  # type: ignore[arg-type]
+        return entry("refused", _pickled(value)), None
+
+    def _number(self, value: Tensor | float) -> Tensor:
+        """A 0-dim tensor on the device, the recorder's own: the user may go on to change what was logged in place."""
+        if isinstance(value, Tensor) and value.device == self._mesh.device:
+            return value.detach().clone().reshape(())
+        dtype = torch.float64 if isinstance(value, Tensor) and value.dtype == torch.float64 else torch.float32
+        # A fill kernel takes the number along; copying a host tensor to the device could wait for the device.
+        return torch.full((), float(value), dtype=dtype, device=self._mesh.device)
+
+    def _path_of(self, metric: Metric) -> str | None:
+        if self._module_at(path := self._paths.get(id(metric))) is not metric:
+            self._paths = {id(m): name for name, m in self._module.named_modules() if isinstance(m, Metric)}
+            path = self._paths.get(id(metric))
+        return path
+
+    def _module_at(self, path: str | None) -> torch.nn.Module | None:
+        try:
+            return self._module.get_submodule(path) if path else None
+        except AttributeError:
+            return None
+
+    def replay(self, loss: Tensor | None) -> Tensor:
+        """Combine what was recorded, send it from the last stage to the others, and log it on every rank.
+
+        Call it outside of ``recording``, within the hook that the step belongs to. In ``predict_step`` Lightning allows
+        no logging: where something was logged there, its error is raised on every rank.
+
+        Args:
+            loss: the loss of the step, 0-dim, on the last stage; ``None`` on the others, and where there is none.
+
+        Returns:
+            The loss on every rank, averaged over ``cp``; 0-dim, fp32 (fp64 if it was); zero where there is none.
+
+        Raises:
+            ValueError: Lightning's own, on every rank, for a value that is not a single number.
+            MisconfigurationException: Lightning's own; and for what cannot be sent along a pipeline.
+        """
+        calls, self._calls = self._calls, []
+        message = self._combined(calls, loss) if self._mesh.pp.is_last else None
+        if self._mesh.pp.size > 1:
+            message = self._exchange(message)
+        assert message is not None
+        values = iter(message.packed.unbind())
+        loss = next(values) if message.schema.has_loss else message.packed.new_zeros(())
+        for entry, size in zip(message.schema.entries, message.sizes, strict=True):
+            self._log(entry, next(values) if entry.has_value else None, size)
+        return loss
+
+    def _combined(self, calls: list[_Call], loss: Tensor | None) -> _Message:
+        """Every name over the micro-batches and over ``cp``. Waits for the device only for a ``batch_size`` under ``cp``."""
+        records: dict[_Entry, _Record] = {}
+        for call in sorted(calls, key=lambda call: call.microbatch_index):
+            records.setdefault(call.entry, _Record(call.entry)).add(call)
+        numbers = [number for record in records.values() for number in record.numbers] + ([] if loss is None else [loss])
+        dtype = torch.float64 if any(number.dtype == torch.float64 for number in numbers) else torch.float32
+        schema = _Schema(tuple(record.entry for record in records.values()), loss is not None, dtype)
+        values = [] if loss is None else [loss.detach().to(self._mesh.device, dtype).reshape(())]
+        for record in records.values():
+            if record.entry.has_value:
+                values.append(_reduce([n.to(dtype) for n in record.numbers], record.weights, record.entry.reduction))
+        sizes = [record.size for record in records.values()]
+        if self._mesh.cp.size > 1:
+            values, sizes = _over_context(schema, values, sizes, self._mesh)
+        packed = torch.stack(values) if values else torch.empty(0, dtype=dtype, device=self._mesh.device)
+        return _Message(schema, sizes, packed)
+
+    def _exchange(self, sent: _Message | None) -> _Message:
+        """Send the last stage's message to the other stages of the pipeline."""
+        pp = self._mesh.pp
+        source = pp.size - 1
+        # As long as the longest schema so far, which all ranks know: one broadcast of a known shape does.
+        header = torch.zeros(2 + max((len(schema.entries) for schema in self._schemas), default=0), dtype=torch.int64)
+        if sent is not None:
+            known = sent.schema in self._schemas
+            content = [self._schemas.index(sent.schema), sent.schema.num_values, *sent.sizes] if known else [-1, 0]
+            header[: len(content)] = torch.tensor(content)
+        schema_id, num_values, *sizes = broadcast(header, pp, source).tolist()
+        if schema_id < 0:
+            schema, sizes = broadcast_object((sent.schema, sent.sizes) if sent is not None else None, pp, source)
+            if len(self._schemas) == _MAX_SCHEMAS:
+                self._schemas.clear()
+            self._schemas.append(schema)
+        else:
+            schema = self._schemas[schema_id]
+            assert num_values == schema.num_values, "the ranks of a pipeline disagree on the schema"
+        if sent is None:
+            packed = torch.empty(schema.num_values, dtype=schema.dtype, device=self._mesh.device)
+        else:
+            packed = sent.packed
+        if schema.num_values:
+            broadcast(packed, pp, source)
+        return _Message(schema, sizes[: len(schema.entries)], packed)
+
+    def _log(self, entry: _Entry, value: Any, size: int) -> None:
+        where = f"{self._mesh.coordinate} self.log({entry.name!r}, ...): "
+        if entry.kind == "error":
+            raise MisconfigurationException(f"{where}{entry.detail!s}")
+        if entry.kind == "refused":
+            assert isinstance(entry.detail, bytes)
+            value = pickle.loads(entry.detail)  # our own bytes, of the last stage
+        if entry.kind == "metric":
+            metric = self._module_at(str(entry.detail))
+            if not isinstance(metric, Metric):
+                raise MisconfigurationException(
+                    f"{where}the metric {entry.detail!s} is not on this pipeline stage. Make it an attribute of the "
+                    f"LightningModule, outside of the model that is cut into stages."
+                )
+            if value is not None or not self._mesh.pp.is_last:
+                metric._forward_cache = value
+            metric._update_count = max(1, metric._update_count)  # on the other stages: it has values, though not here
+            value = metric
+        self._module.log(entry.name, value, **dict(entry.arguments), batch_size=size)
+
+
+def _over_context(schema: _Schema, values: list[Tensor], sizes: list[int], mesh: Mesh) -> tuple[list[Tensor], list[int]]:
+    """Combine values over ``cp``. Sums are averaged, as ``sync_dist=True`` then sums them over ``dp_cp``."""
+    cp, device = mesh.cp, mesh.device
+    valued = [i for i, entry in enumerate(schema.entries) if entry.has_value]
+    hows = ["mean"] * schema.has_loss
+    hows += ["own" if schema.entries[i].on_one_rank else schema.entries[i].reduction for i in valued]
+    weights = [1] * schema.has_loss
+    weights += [sizes[i] if schema.entries[i].own_weights and schema.entries[i].reduction == "mean" else 1 for i in valued]
+    values, sizes = list(values), list(sizes)
+    averaged = [i for i, how in enumerate(hows) if how not in ("min", "max", "own")]
+    if averaged:
+        totals = [torch.full_like(values[i], weights[i]) for i in averaged]
+        weighted = torch.stack([values[i] * weights[i] for i in averaged] + totals)
+        sums, totals_sum = all_reduce(weighted, cp).chunk(2)
+        for i, mean in zip(averaged, (sums / totals_sum.clamp(min=1)).unbind(), strict=True):
+            values[i] = mean
+    for how, op in (("min", dist.ReduceOp.MIN), ("max", dist.ReduceOp.MAX)):
+        chosen = [i for i, other in enumerate(hows) if other == how]
+        reduced = all_reduce(torch.stack([values[i] for i in chosen]), cp, op).unbind() if chosen else ()
+        for i, value in zip(chosen, reduced, strict=True):
+            values[i] = value
+    counted = [i for i, entry in enumerate(schema.entries) if entry.own_weights and not entry.on_one_rank]
+    if counted:  # the ranks' batch sizes differ, and all must go on with the same
+        summed = all_reduce(torch.tensor([sizes[i] for i in counted], device=device), cp).tolist()
+        for i, size in zip(counted, summed, strict=True):
+            sizes[i] = size
+    return values, sizes
+
+
+def _reduce(numbers: list[Tensor], weights: list[int], reduction: str) -> Tensor:
+    """0-dim tensors to one; a mean leaves out those of weight 0, which may be the NaN of an empty micro-batch."""
+    if reduction == "sum":
+        return torch.stack(numbers).sum()
+    if reduction == "min":
+        return torch.stack(numbers).min()
+    if reduction == "max":
+        return torch.stack(numbers).max()
+    kept = [(number, weight) for number, weight in zip(numbers, weights, strict=True) if weight > 0]
+    if not kept:
+        return torch.zeros_like(numbers[0])
+    if len({weight for _, weight in kept}) == 1:
+        return torch.stack([number for number, _ in kept]).mean()
+    total = sum(weight for _, weight in kept)
+    return torch.stack([number * (weight / total) for number, weight in kept]).sum()
+
+
+def _reduction(reduce_fx: str | Callable[..., Any]) -> str:
+    """The name of a ``reduce_fx``. One that Lightning does not know gets a name that it refuses, on every rank."""
+    if isinstance(reduce_fx, str):
+        return "mean" if reduce_fx.lower() == "avg" else reduce_fx.lower()
+    known = {"mean": (torch.mean,), "sum": (torch.sum, sum), "min": (torch.min, min), "max": (torch.max, max)}
+    for name, functions in known.items():
+        if reduce_fx in functions:
+            return name
+    return f"the function {getattr(reduce_fx, '__name__', repr(reduce_fx))}"
+
+
+def _reduction_of_metric(metric: Metric) -> str:
+    """How the values of ``forward`` of several micro-batches give that of the batch: the mean but for three aggregators."""
+    for name, kind in {"sum": SumMetric, "min": MinMetric, "max": MaxMetric}.items():
+        if isinstance(metric, kind):
+            return name
+    return "mean"
+
+
+def _pickled(value: Any) -> bytes:
+    value = value.detach().cpu() if isinstance(value, Tensor) else value
+    try:
+        return pickle.dumps(value)
+    except Exception:  # whatever a foreign type raises; it is only to be refused under its looks
+        return pickle.dumps(repr(value))
