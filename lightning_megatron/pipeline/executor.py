@@ -1,0 +1,216 @@
+"""Runs a schedule: forwards, backwards and what travels between them. The only pipeline file that touches autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_megatron.comm import broadcast_object
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.pipeline.capture import StageDone, StageJob, StageRunner
+from lightning_megatron.pipeline.model import PipelineModel, StagePart
+from lightning_megatron.pipeline.p2p import HiddenMeta, P2P
+from lightning_megatron.pipeline.schedule import Action, Kind, Placement, schedule_for
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the user's as the executor runs it.
+
+    Args:
+        name: the method, for messages: ``training_step``.
+        run: calls it on a micro-batch: ``run(microbatch, is_last_stage) -> output``.
+        loss: turns a micro-batch's output into the scalar to differentiate; ``None`` runs forwards only, and a ``None``
+            result means that this micro-batch has no gradient.
+        signatures: for each micro-batch, what the shapes of hidden states depend on.
+        seed_names: for each micro-batch, the names that its random numbers are seeded by.
+    """
+
+    name: str
+    run: Callable[[int, bool], Any]
+    loss: Callable[[int, Any], Tensor | None] | None
+    signatures: Sequence[Hashable]
+    seed_names: Sequence[tuple[object, ...]]
+
+
+@dataclass
+class _Forward:
+    """What a forward leaves for its backward."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    edges: list[GradientEdge | None] = field(default_factory=list)
+    loss: Tensor | None = None
+
+
+class PipelineExecutor:
+    """Executes schedules on this rank's stages.
+
+    Args:
+        mesh: the job's axes.
+        placement: which rank holds which stage.
+        parts: this rank's stages by global index.
+        context: entered around each forward (autocast).
+        model: the user's model when it is pipelined; ``None`` runs the user's step whole, as the only stage.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        placement: Placement,
+        *,
+        parts: dict[int, StagePart],
+        context: Callable[[], AbstractContextManager[None]],
+        model: PipelineModel | None = None,
+    ) -> None:
+        self._mesh, self._placement, self._parts, self._context = mesh, placement, parts, context
+        self._p2p = P2P(mesh, placement, {})
+        self.runner = StageRunner(model, mesh=mesh, outside=self.call_model) if model is not None else None
+        self._forwards: dict[tuple[int, int], _Forward] = {}
+        self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def run(self, schedule: str, step: Step, *, num_microbatches: int) -> list[Any]:
+        """Run one step under a schedule.
+
+        Args:
+            schedule: a name that ``schedule_for`` knows.
+            step: the user's step.
+            num_microbatches: M.
+
+        Returns:
+            The outputs of the user's step by micro-batch, on the rank of the last stage; an empty list on the others.
+        """
+        lists = [
+            schedule_for(schedule, rank=rank, placement=self._placement, num_microbatches=num_microbatches, strict=False)  # type: ignore[arg-type]
+            for rank in range(self._placement.num_ranks)
+        ]
+        self._p2p.begin(lists, step.signatures)
+        self._calls.clear()
+        outputs: dict[int, Any] = {}
+        for action in lists[self._mesh.pp.rank]:
+            if action.kind is Kind.F:
+                self._forward(action, step, outputs)
+            elif action.kind is Kind.B:
+                self._backward(action)
+            else:
+                raise NotImplementedError(f"action {action} needs a split backward, which this executor does not run yet.")
+        self._p2p.drain()
+        return [outputs[m] for m in sorted(outputs)]
+
+    def _forward(self, action: Action, step: Step, outputs: dict[int, Any]) -> None:
+        part, m = self._parts[action.stage], action.microbatch
+        hidden = None if part.is_first else self._p2p.receive_hidden(part.stage, m)
+        job = StageJob(part, m, hidden, tuple(step.seed_names[m]))
+        record = _Forward(inputs=[] if hidden is None else _float_leaves(hidden))
+        with self._context():
+            if part.is_last or m not in self._calls:
+                result = self._run_step(job, step)
+            else:
+                assert self.runner is not None
+                job.output = self.runner.run(job, *self._calls[m])
+        if not part.is_last:
+            record.edges = [get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in _float_leaves(job.output)]
+            self._p2p.send_hidden(part.stage, m, job.output)
+        else:
+            record.loss = step.loss(m, result) if step.loss is not None else None
+            outputs[m] = _detached(result)
+        if step.loss is not None:
+            self._forwards[part.stage, m] = record
+
+    def _run_step(self, job: StageJob, step: Step) -> Any:
+        """Call the user's step for this stage; its output on the last one, ``None`` on the others."""
+        runner = self.runner
+        if runner is None:
+            return step.run(job.microbatch, True)
+        runner.job, runner.step_name = job, step.name
+        try:
+            result = step.run(job.microbatch, job.part.is_last)
+        except StageDone:
+            assert job.named is not None
+            self._calls[job.microbatch] = (job.inputs, job.named)
+            return None
+        finally:
+            runner.job = None
+        runner.check(job)
+        return result
+
+    def _backward(self, action: Action) -> None:
+        part, m = self._parts[action.stage], action.microbatch
+        record = self._forwards.pop((part.stage, m))
+        if part.is_last:
+            if record.loss is not None:
+                record.loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            grads = self._p2p.receive_grads(part.stage, m)
+            self._p2p.release_hidden(part.stage, m)
+            pairs = [(edge, grad) for edge, grad in zip(record.edges, grads, strict=True) if edge is not None]
+            if pairs:
+                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+        if not part.is_first:
+            grads = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in record.inputs]
+            self._p2p.send_grads(part.stage, m, [grad.to(leaf.dtype) for grad, leaf in zip(grads, record.inputs, strict=True)])
+
+    def call_model(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call the model outside of a step: all ranks of a pipeline together, without gradients; each gets the output.
+
+        Raises:
+            RuntimeError: gradients are on (``loss.backward()`` could not reach the other stages).
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self._mesh.coordinate} the pipelined model was called outside of training_step, validation_step, test_step "
+                f"and predict_step with gradients enabled. Wrap the call in torch.no_grad(), on every rank."
+            )
+        runner = self.runner
+        assert runner is not None
+        self._calls.clear()
+        lists = [
+            schedule_for("forward_only", rank=rank, placement=self._placement, num_microbatches=1)
+            for rank in range(self._placement.num_ranks)
+        ]
+        self._p2p.begin(lists, [("call", signature_of((inputs, named)))])
+        output = None
+        for action in lists[self._mesh.pp.rank]:
+            part = self._parts[action.stage]
+            hidden = None if part.is_first else self._p2p.receive_hidden(part.stage, 0)
+            with self._context():
+                result = runner.run(StageJob(part, 0, hidden, ("call",)), inputs, named)
+            if part.is_last:
+                output = result
+            else:
+                self._p2p.send_hidden(part.stage, 0, result)
+        self._p2p.drain()
+        return broadcast_output(output, self._mesh, self._placement)
+
+
+def broadcast_output(output: Any, mesh: Mesh, placement: Placement) -> Any:
+    """Send the last stage's output (a pytree) to every rank of its pipeline. Tensors come back on the mesh's device."""
+    source = placement.rank_of(placement.num_stages - 1)
+    is_source = mesh.pp.rank == source
+
+    def moved(value: Any, device: torch.device) -> Any:
+        return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().to(device), value)
+
+    received = broadcast_object(moved(output, torch.device("cpu")) if is_source else None, mesh.pp, source)
+    return output if is_source else moved(received, mesh.device)
+
+
+def signature_of(batch: Any) -> Hashable:
+    """What the shapes of hidden states may depend on: shape and dtype of every tensor of a batch."""
+    leaves, spec = torch.utils._pytree.tree_flatten(batch)
+    forms = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+    return forms, str(spec)
+
+
+def _float_leaves(hidden: Any) -> list[Tensor]:
+    _, leaves = HiddenMeta.of(hidden)
+    return [leaf for leaf in leaves if leaf.is_floating_point()]
+
+
+def _detached(result: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda leaf: leaf.detach(), result)

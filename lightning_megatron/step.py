@@ -1,0 +1,178 @@
+"""One optimizer step on one screen. Read this file first; each line names the file behind it.
+
+Lightning calls, for every batch::
+
+    Strategy.training_step ─► TrainingEngine.train
+        split the batch                      micro_batch.py
+        run the schedule                     pipeline/schedule.py, pipeline/executor.py
+            the user's training_step         on every stage, see pipeline/capture.py
+            loss normalisation               loss.py
+            backward, fp32 accumulation      optim/buffers.py
+        replay the logs on every rank        log_replay.py
+    Strategy.backward ─► TrainingEngine.finish_gradients      on the last accumulated batch
+        reduce-scatter, partial sums, norm   optim/distributed.py, optim/norm.py
+    precision.clip_gradients                 precision.py
+    the user's optimizer.step                on this rank's fp32 main shards
+    Strategy.optimizer_step ─► DistributedOptimizer.update_parameters     all-gather
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_megatron.log_replay import LogRecorder
+from lightning_megatron.loss import StepLosses
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.metrics import MetricSync
+from lightning_megatron.micro_batch import MicroBatches, batch_size_of, merge_outputs, split_batch
+from lightning_megatron.optim.distributed import DistributedOptimizer
+from lightning_megatron.pipeline.executor import PipelineExecutor, Step, broadcast_output, signature_of
+from lightning_megatron.pipeline.schedule import Placement
+from lightning_megatron.rng import seeded_rng
+
+
+class TrainingEngine:
+    """Runs the user's steps under a schedule and finishes the gradients.
+
+    Args:
+        module: the user's LightningModule.
+        mesh: the job's axes.
+        placement: which rank holds which stage.
+        executor: runs schedules on this rank's stages.
+        metrics: torchmetrics of the module, reduced over replicas.
+        seed: every random number of the job is seeded by it and a name.
+        schedule: the training schedule's name.
+        micro_batch_size: samples in a micro-batch; ``None`` for the whole batch.
+        num_microbatches: M instead of a size.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        mesh: Mesh,
+        *,
+        placement: Placement,
+        executor: PipelineExecutor,
+        metrics: MetricSync,
+        seed: int,
+        schedule: str,
+        micro_batch_size: int | None,
+        num_microbatches: int | None,
+    ) -> None:
+        self._module, self._mesh, self._placement, self._executor = module, mesh, placement, executor
+        self._metrics, self._seed, self._schedule = metrics, seed, schedule
+        self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
+        self._recorder = LogRecorder(module, mesh=mesh)
+        self._num_tokens = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self._per_token: bool | None = None
+        self.optimizers: list[DistributedOptimizer] = []
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last stage: where losses, logs and predictions come to be."""
+        return self._placement.rank_of(self._placement.num_stages - 1) == self._mesh.pp.rank
+
+    def split(self, batch: Any) -> MicroBatches:
+        """Cut a batch into micro-batches; a module's own ``split_batch(batch, micro_batch_size)`` goes first."""
+        if isinstance(batch, MicroBatches):
+            return batch
+        own: Callable[..., Any] | None = getattr(self._module, "split_batch", None)
+        if own is not None:
+            parts = list(own(batch, self._micro_batch_size))
+            return MicroBatches(parts, sizes=[_samples_in(part) for part in parts])
+        if self._micro_batch_size is None and self._num_microbatches is None:
+            return MicroBatches([batch], sizes=[_samples_in(batch)])
+        return split_batch(batch, micro_batch_size=self._micro_batch_size, num_microbatches=self._num_microbatches)
+
+    def train(self, args: tuple[Any, ...], *, batch_number: int, accumulate: int, backward: bool = True) -> Any:
+        """Forward and backward of one batch, gradients added to the main gradients.
+
+        Args:
+            args: what Lightning passes to ``training_step``: the batch, then ``batch_idx`` if the signature has it.
+            batch_number: batches seen so far in the whole run: seeds the random numbers.
+            accumulate: batches that share one optimizer step.
+            backward: ``False`` runs the forwards only (a callback asked Lightning to skip the backward).
+
+        Returns:
+            The batch's mean loss on every rank (0-dim), in a dict with the step's other outputs where this is the last stage.
+        """
+        batch = self.split(args[0])
+        losses = StepLosses(batch.sizes, num_sharers=accumulate * self._mesh.dp_cp.size, device=self._mesh.device)
+        losses.per_token = self._per_token
+        step = self._step("training_step", batch, args[1:], (batch_number,), losses.scaled)
+        outputs = self._run(self._schedule if backward else "forward_only", step, batch)
+        self._per_token = losses.per_token
+        if self._mesh.tp.is_first:
+            self._num_tokens += losses.num_tokens
+        loss = self._recorder.replay(losses.mean())
+        return _with_extras(loss, outputs, batch.sizes)
+
+    def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Run ``validation_step``, ``test_step`` or ``predict_step``, forwards only; its outputs put together.
+
+        Predictions come back on every rank of the pipeline, other outputs on the last stage alone.
+        """
+        batch = self.split(args[0])
+        step = self._step(name, batch, args[1:], args[1:], None)
+        outputs = self._run("forward_only", step, batch)
+        merged = _merged(outputs, batch.sizes) if self.is_last_stage else None
+        if name == "predict_step":
+            return broadcast_output(merged, self._mesh, self._placement)
+        self._recorder.replay(None)
+        return merged
+
+    def finish_gradients(self) -> None:
+        """Reduce the gradients over replicas, take the norm, divide by the token count; ready to clip and step."""
+        for optimizer in self.optimizers:
+            optimizer.reduce_gradients()
+            optimizer.finish_gradients(num_tokens=self._num_tokens)
+        self._num_tokens = torch.zeros_like(self._num_tokens)
+        self._per_token = None
+
+    def _run(self, schedule: str, step: Step, batch: MicroBatches) -> list[Any]:
+        with self._recorder.recording(), self._metrics.in_step():
+            return self._executor.run(schedule, step, num_microbatches=len(batch))
+
+    def _step(
+        self,
+        name: str,
+        batch: MicroBatches,
+        rest: tuple[Any, ...],
+        position: tuple[Any, ...],
+        loss: Callable[[int, Any], Tensor | None] | None,
+    ) -> Step:
+        method = getattr(self._module, name)
+        seed_names = [(self._seed, name, *position, m, self._mesh.dp.rank) for m in range(len(batch))]
+
+        def run(microbatch: int, is_last_stage: bool) -> Any:
+            self._recorder.begin(microbatch, batch.sizes[microbatch], keep=is_last_stage)
+            with seeded_rng(self._mesh.device, *seed_names[microbatch], "step"):
+                return method(batch[microbatch], *rest)
+
+        signatures: list[Hashable] = [(name, signature_of(microbatch)) for microbatch in batch]
+        return Step(name, run, loss, signatures, seed_names)
+
+
+def _samples_in(batch: Any) -> int:
+    """Samples in a batch; one where it holds no tensor to tell by."""
+    try:
+        return batch_size_of(batch)
+    except ValueError:
+        return 1
+
+
+def _merged(outputs: list[Any], sizes: list[int]) -> Any:
+    return outputs[0] if len(outputs) == 1 else merge_outputs(outputs, sizes)
+
+
+def _with_extras(loss: Tensor, outputs: list[Any], sizes: list[int]) -> Any:
+    """Lightning's form of a step output: the loss, with what else the user's step returned."""
+    if not outputs or not isinstance(outputs[0], dict):
+        return loss
+    extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
+    return {"loss": loss, **_merged(extras, sizes)}

@@ -1,0 +1,122 @@
+"""Checkpoint hooks of the strategy: directories written by ``lightning_megatron.checkpoint``, filled in place on loading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron import checkpoint as checkpoints
+from lightning_megatron.initialize import load_unsharded
+from lightning_megatron.optim.distributed import DistributedOptimizer
+from lightning_megatron.step import TrainingEngine
+from lightning_megatron.strategy.prepare import PreparedModule
+from lightning_megatron.strategy.processes import ProcessesStrategy
+
+
+class CheckpointingStrategy(ProcessesStrategy):
+    """Saves and restores this rank's parameters and optimizer shards; holds what ``setup`` has prepared."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seed = 0
+        self._prepared: PreparedModule | None = None
+        self._engine: TrainingEngine | None = None
+
+    @property
+    def _ready(self) -> PreparedModule:
+        if self._prepared is None:
+            raise RuntimeError("the model is set up only once trainer.fit, validate, test or predict has started.")
+        return self._prepared
+
+    @property
+    def _steps(self) -> TrainingEngine:
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def _distributed(self) -> list[DistributedOptimizer]:
+        return self._engine.optimizers if self._engine is not None else []
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Parameters and optimizer shards must exist to be filled."""
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        """``load_checkpoint`` fills the optimizer shards itself."""
+        return False
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing for Lightning's own dict: ``save_checkpoint`` writes the shards."""
+        return {}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing for Lightning's own dict: ``save_checkpoint`` writes the shards."""
+        return {}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Write a checkpoint directory. All ranks call it together.
+
+        Raises:
+            ValueError: ``storage_options`` are given; they belong to Lightning's single-file checkpoints.
+        """
+        if storage_options is not None:
+            raise ValueError("MegatronStrategy writes checkpoint directories itself and takes no storage_options.")
+        checkpoint.pop("state_dict", None)
+        with_optimizer = checkpoint.pop("optimizer_states", None) is not None
+        checkpoints.save(
+            self.broadcast(str(filepath)),
+            module=self._ready.module,
+            optimizers=self._distributed if with_optimizer else [],
+            meta={**checkpoint, "lightning_megatron": {"seed": self._seed}},
+            mesh=self.mesh,
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Fill this rank's parameters and optimizer shards from a checkpoint directory, or from a single-file checkpoint."""
+        path = self.broadcast(str(checkpoint_path))
+        module = self._ready.module
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        if not checkpoints.is_checkpoint(path):
+            meta = checkpoints.load_state_file(path, weights_only=weights_only)
+            load_unsharded(module, meta["state_dict"])
+            loaded = False
+        else:
+            result = checkpoints.load(
+                path,
+                module=module,
+                optimizers=self._distributed,
+                mesh=self.mesh,
+                load_optimizer=fitting,
+                weights_only=weights_only,
+            )
+            meta, loaded = result.meta, result.optimizer_loaded
+        if not loaded:
+            for distributed in self._distributed:
+                distributed.refresh_main()
+        return meta
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Done by ``load_checkpoint``."""
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Done by ``load_checkpoint``."""
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self.is_global_zero:
+            checkpoints.remove(str(filepath))

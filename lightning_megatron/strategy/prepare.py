@@ -1,0 +1,105 @@
+"""From the user's LightningModule to this rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_megatron.comm import broadcast
+from lightning_megatron.initialize import materialize
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.parallelism import Parallelism
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.model import PipelineModel, StagePart
+from lightning_megatron.pipeline.partition import split_layers
+from lightning_megatron.pipeline.schedule import Placement
+from lightning_megatron.pipeline.stage import cut_to_stages
+from lightning_megatron.sharding import has_sharding
+from lightning_megatron.strategy.options import check_layers, require_pipeline_model
+
+
+class PreparedModule:
+    """A LightningModule cut to one rank: its stages, real parameters on the device, and what runs them.
+
+    Args:
+        module: the user's module, whole, after ``configure_model``. Changed in place.
+        mesh: the job's axes.
+        convert: casts parameters to the precision's dtype, in place.
+        context: entered around each forward (autocast).
+        seed: for first values of parameters.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        mesh: Mesh,
+        *,
+        convert: Callable[[nn.Module], nn.Module],
+        context: Callable[[], AbstractContextManager[None]],
+        seed: int,
+    ) -> None:
+        self.module, self.mesh = module, mesh
+        parallelism = mesh.parallelism
+        _check_built_under(module, mesh)
+        _share_first_values(module, mesh)
+        self.placement = Placement(parallelism.pp, parallelism.vpp)
+        self.aliases: dict[str, str] = {}
+        model = require_pipeline_model(module, parallelism) if parallelism.pp > 1 else None
+        self.parts = self._cut(model, parallelism)
+        convert(module)
+        for child in module.children():
+            materialize(child, device=mesh.device, seed=seed)
+        module.to(mesh.device)
+        self.executor = PipelineExecutor(mesh, self.placement, parts=self.parts, context=context, model=model)
+        if model is not None:
+            model._stage_runner = self.executor.runner
+
+    def _cut(self, model: PipelineModel | None, parallelism: Parallelism) -> dict[int, StagePart]:
+        if model is None:
+            return {0: StagePart(0, 1, ())}
+        check_layers(model, parallelism)
+        num_stages = parallelism.num_stages
+        layers = split_layers(len(model.layers), num_stages)
+        stages = self.placement.stages_of(self.mesh.pp.rank)
+        parts = [StagePart(stage, num_stages, tuple(layers[stage])) for stage in stages]
+        first_and_last = {self.placement.rank_of(0), self.placement.rank_of(num_stages - 1)}
+        aliases = cut_to_stages(model, parts, ends_apart=len(first_and_last) > 1)
+        prefix = next(name for name, child in self.module.named_modules() if child is model)
+        self.aliases = {f"{prefix}.{name}": f"{prefix}.{first}" for name, first in aliases.items()}
+        return {part.stage: part for part in parts}
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the names they have in the whole model, each once."""
+        return [(self.aliases.get(name, name), param) for name, param in self.module.named_parameters()]
+
+
+def _check_built_under(module: nn.Module, mesh: Mesh) -> None:
+    """A model of ours that was built before the strategy set the mesh holds whole matrices, not shards."""
+    for name, child in module.named_modules():
+        built_with = getattr(child, "mesh", None)
+        if isinstance(built_with, Mesh) and built_with is not mesh and mesh.tp.size > 1:
+            raise ValueError(
+                f"self.{name} ({type(child).__name__}) was built outside of configure_model, so it is not cut over the "
+                f"tp={mesh.tp.size} ranks. Build it in LightningModule.configure_model."
+            )
+
+
+@torch.no_grad()
+def _share_first_values(module: nn.Module, mesh: Mesh) -> None:
+    """Give every rank global rank 0's values of what was built for real: unseeded ranks would otherwise start apart."""
+    for param in module.parameters():
+        if not param.is_meta and not has_sharding(param):
+            _broadcast_from_zero(param.data, mesh)
+    for buffer in module.buffers():
+        if not buffer.is_meta and buffer.numel():
+            _broadcast_from_zero(buffer, mesh)
+
+
+def _broadcast_from_zero(tensor: torch.Tensor, mesh: Mesh) -> None:
+    moved = tensor.detach().to(mesh.device).contiguous()
+    broadcast(moved, mesh.world, source=0)
+    tensor.copy_(moved)

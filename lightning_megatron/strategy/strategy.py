@@ -1,0 +1,349 @@
+"""``Trainer(strategy=MegatronStrategy(tp=4, pp=2))``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from rich.console import Console
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_megatron.mesh import DEFAULT_TIMEOUT, use_mesh
+from lightning_megatron.metrics import MetricSync
+from lightning_megatron.optim.distributed import DistributedOptimizer, DistributedOptimizerConfig
+from lightning_megatron.parallelism import DEFAULT_ORDER, Parallelism
+from lightning_megatron.pipeline.schedule import schedule_for
+from lightning_megatron.precision import MegatronPrecision
+from lightning_megatron.step import TrainingEngine
+from lightning_megatron.strategy.checkpointing import CheckpointingStrategy
+from lightning_megatron.strategy.full_state import full_state_dict
+from lightning_megatron.strategy.loaders import seed_workers_by_replica, shard_over_replicas
+from lightning_megatron.strategy.options import check_options, check_trainer
+from lightning_megatron.strategy.prepare import PreparedModule
+from lightning_megatron.strategy.report import print_layout
+
+
+class MegatronStrategy(CheckpointingStrategy):
+    """Train a LightningModule under tensor, sequence, pipeline and ZeRO-1 data parallelism.
+
+    What is left of the world after ``tp * cp * pp`` are data-parallel replicas.
+
+    Args:
+        tp: ranks over which each weight matrix of a tensor-parallel model is cut.
+        pp: ranks over which the layers are cut; the module's model must then be a ``PipelineModel``.
+        cp: ranks over which each sequence is cut. Only 1 in this version.
+        vpp: pipeline stages on each rank; 2 and more run the interleaved schedule.
+        ep: ranks over which experts are spread. Only 1 in this version.
+        etp: ranks over which one expert's matrices are cut. Only 1 in this version.
+        micro_batch_size: samples in a micro-batch. By default 1 with ``pp > 1`` and the whole batch otherwise.
+        num_microbatches: micro-batches in a batch, instead of their size.
+        sequence_parallel: cut activations between tensor-parallel blocks along the sequence (with ``tp > 1``).
+        schedule: ``auto`` (1F1B, or interleaved with ``vpp > 1``), ``1f1b``, ``interleaved`` or ``gpipe``.
+        order: axes over ranks, the fastest first.
+        backend: ``torch``, or ``auto`` for the best that is there (in this version the same).
+        plan: how to cut a model of plain ``nn.Linear`` layers. Only ``None`` in this version.
+        recompute: which activations are recomputed in the backward. Only ``None`` in this version.
+        optimizer: how gradients are laid out and reduced.
+        checkpoint: options of checkpoint writing. Only ``None`` in this version.
+        start_method: how processes start on one machine: ``popen`` runs the script once for each rank, ``spawn`` and
+            ``fork`` start copies of the current process (for notebooks and tests).
+        timeout: limit of each collective; a rank that waits longer fails.
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: set by the Trainer unless given: torchrun, SLURM, LSF, ...
+        precision_plugin: a ``MegatronPrecision``; by default translated from ``Trainer(precision=...)``.
+
+    Raises:
+        ValueError: sizes or options that do not fit, before any process starts.
+    """
+
+    strategy_name = "megatron"
+
+    def __init__(
+        self,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        vpp: int = 1,
+        ep: int = 1,
+        etp: int = 1,
+        *,
+        micro_batch_size: int | None = None,
+        num_microbatches: int | None = None,
+        sequence_parallel: bool = True,
+        schedule: Literal["auto", "1f1b", "interleaved", "gpipe"] = "auto",
+        order: str = DEFAULT_ORDER,
+        backend: Literal["auto", "torch"] = "auto",
+        plan: dict[str, str] | None = None,
+        recompute: str | list[str] | None = None,
+        optimizer: DistributedOptimizerConfig | None = None,
+        checkpoint: None = None,
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        accelerator: Any | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        parallelism = Parallelism(
+            tp=tp, pp=pp, cp=cp, vpp=vpp, ep=ep, etp=etp, sequence_parallel=sequence_parallel, order=order
+        )
+        check_options(
+            parallelism,
+            schedule=schedule,
+            backend=backend,
+            plan=plan,
+            recompute=recompute,
+            micro_batch_size=micro_batch_size,
+            num_microbatches=num_microbatches,
+        )
+        if checkpoint is not None:
+            raise ValueError(f"checkpoint={checkpoint!r} is not there yet in this version; leave checkpoint=None.")
+        super().__init__(
+            parallelism,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            start_method=start_method,
+            timeout=timeout,
+        )
+        self._schedule = schedule
+        whole = num_microbatches is not None or pp == 1
+        self._micro_batch_size = micro_batch_size if micro_batch_size is not None or whole else 1
+        self._num_microbatches = num_microbatches
+        self._optimizer_config = optimizer or DistributedOptimizerConfig()
+        self._own_sampler: bool | None = None
+        self._metrics: MetricSync | None = None
+        self._accumulating = False
+
+    # What users and callbacks may ask for
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage. Global rank 0 does."""
+        return self.mesh.pp.is_last
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the last step's gradients before clipping (0-dim, on the device), every parameter counted once."""
+        norms = [optimizer.grad_norm for optimizer in self._distributed]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The complete unsharded state: global name -> CPU tensor. Every rank calls it together and gets all of it."""
+        return full_state_dict(self._ready)
+
+    # Set-up of model, optimizers, data
+
+    @override
+    def model_to_device(self) -> None:
+        """Parameters are made on the device, see ``strategy/prepare.py``."""
+
+    @property
+    @override
+    def precision_plugin(self) -> MegatronPrecision:
+        if not isinstance(self._precision_plugin, MegatronPrecision):
+            self._precision_plugin = MegatronPrecision.from_lightning(self._precision_plugin or Precision())
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else MegatronPrecision.from_lightning(precision_plugin)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Build what the user builds as it always is, on the host; models of ours build themselves on the meta device."""
+        yield
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with use_mesh(self.mesh):
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        check_trainer(trainer, self.parallelism)
+        module = self.lightning_module
+        if self._prepared is None or self._prepared.module is not module:
+            self._prepare(module)
+        assert self._metrics is not None
+        self._metrics.apply()
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
+            loop.inference_mode = False
+        # Lightning's own sampler shuffles in training whatever the user's loader did; see process_dataloader.
+        connector = trainer._accelerator_connector
+        if self._own_sampler is None:
+            self._own_sampler = connector.use_distributed_sampler
+        connector.use_distributed_sampler = self._own_sampler and trainer.state.fn == TrainerFn.PREDICTING
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _prepare(self, module: LightningModule) -> None:
+        precision = self.precision_plugin
+        seed = self.broadcast(_job_seed())
+        self._prepared = PreparedModule(
+            module, self.mesh, convert=precision.convert_module, context=precision.forward_context, seed=seed
+        )
+        self._metrics = MetricSync(module, mesh=self.mesh)
+        self._engine = TrainingEngine(
+            module,
+            self.mesh,
+            placement=self._prepared.placement,
+            executor=self._prepared.executor,
+            metrics=self._metrics,
+            seed=seed,
+            schedule=self._schedule,
+            micro_batch_size=self._micro_batch_size,
+            num_microbatches=self._num_microbatches,
+        )
+        self._seed = seed
+        print_layout(self._prepared, Console())
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        for distributed in self._distributed:
+            distributed.close()
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        self._steps.optimizers = [
+            DistributedOptimizer(
+                optimizer,
+                self._ready.named_parameters(),
+                mesh=self.mesh,
+                config=self._optimizer_config,
+                main_params=self.precision_plugin.main_params_in_fp32,
+            )
+            for optimizer in self.optimizers
+        ]
+        self.precision_plugin.clippers = {id(d.optimizer): d for d in self._distributed}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self._own_sampler and trainer.state.fn != TrainerFn.PREDICTING:
+            dataloader = shard_over_replicas(dataloader, trainer, mesh=self.mesh, seed=self._seed)
+        seed_workers_by_replica(dataloader, self.mesh)
+        self._check_num_microbatches(dataloader)
+        return dataloader
+
+    def _check_num_microbatches(self, loader: DataLoader[Any]) -> None:
+        """Refuse a configured number of micro-batches that an interleaved schedule cannot run; short last batches may."""
+        if loader.batch_size is None or self._ready.module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        size = self._micro_batch_size
+        num_microbatches = self._num_microbatches or (-(-loader.batch_size // size) if size else 1)
+        schedule_for(self._schedule, rank=0, placement=self._ready.placement, num_microbatches=num_microbatches, strict=True)
+
+    # The step
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            with self.precision_plugin.train_step_context():
+                return self.lightning_module.training_step(*args, **kwargs)
+        trainer = self.lightning_module.trainer
+        loop = trainer.fit_loop.epoch_loop
+        output: STEP_OUTPUT = self._steps.train(
+            args,
+            batch_number=loop.total_batch_idx,
+            accumulate=trainer.accumulate_grad_batches,
+            backward=not loop.automatic_optimization._skip_backward,
+        )
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output: STEP_OUTPUT = self._steps.evaluate("validation_step", args)
+        return output
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output: STEP_OUTPUT = self._steps.evaluate("test_step", args)
+        return output
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._steps.evaluate("predict_step", args)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Fire the hooks; the schedule has run the backward. Gradients are final when ``on_after_backward`` is called."""
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if not self._accumulating:
+            self._steps.finish_gradients()
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Lightning enters this for batches whose optimizer step comes later: their gradients stay on this rank."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+    ) -> Any:
+        distributed = next(d for d in self._distributed if d.optimizer is getattr(optimizer, "_optimizer", optimizer))
+        if not self._ready.module.automatic_optimization:
+            distributed.reduce_gradients()
+            distributed.finish_gradients(num_tokens=None)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        distributed.update_parameters()
+        return result
+
+    # Ends
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Say which rank failed before its traceback is printed."""
+        where = self._mesh.coordinate if self._mesh is not None else f"[rank={self.global_rank}]"
+        print(f"{where} {type(exception).__name__}: {exception}", file=sys.stderr, flush=True)
+
+    @override
+    def teardown(self) -> None:
+        """Leave model and process groups in place: hooks still use both, and flat buffers must not move to the host."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        if self._metrics is not None:
+            self._metrics.restore()
+        if self._own_sampler is not None and self.lightning_module is not None and self.lightning_module._trainer is not None:
+            self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = self._own_sampler
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _job_seed() -> int:
+    """The seed of ``seed_everything``, or what torch's generator was seeded with."""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    return int(seed) if seed is not None else torch.initial_seed()
