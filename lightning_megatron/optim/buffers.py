@@ -45,7 +45,7 @@ class GradientSlot:
         if self.param.grad is None:
             self.view.zero_()
         else:
-            self.view.copy_(self.param.grad)
+            self.view.copy_(self.param.grad.detach())  # a backward with create_graph left a graph on it
         self.param.grad = self.view
 
     def clear(self) -> None:
@@ -65,7 +65,7 @@ class GradientSlot:
 def _adder(view: Tensor) -> Callable[[Tensor], None]:
     def add(param: Tensor) -> None:
         assert param.grad is not None
-        view.add_(param.grad)
+        view.add_(param.grad.detach())
         param.grad = None
 
     return add
