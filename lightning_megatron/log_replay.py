@@ -124,10 +124,13 @@ class LogRecorder:
     Args:
         lightning_module: the user's module.
         mesh: the running layout: values go along ``pp`` and are averaged over ``cp``.
+        last_stage_rank: position on ``pp`` that holds the last stage; by default the last position (V-shaped schedules
+            bring the last stage back to position 0).
     """
 
-    def __init__(self, lightning_module: LightningModule, *, mesh: Mesh) -> None:
+    def __init__(self, lightning_module: LightningModule, *, mesh: Mesh, last_stage_rank: int | None = None) -> None:
         self._module, self._mesh = lightning_module, mesh
+        self._source = mesh.pp.size - 1 if last_stage_rank is None else last_stage_rank
         self._calls: list[_Call] = []
         self._microbatch_index, self._size, self._keep = 0, 0, False
         self._argument_names: tuple[str, ...] = ()
@@ -234,7 +237,7 @@ class LogRecorder:
             MisconfigurationException: Lightning's own; and for what cannot be sent along a pipeline.
         """
         calls, self._calls = self._calls, []
-        message = self._combined(calls, loss) if self._mesh.pp.is_last else None
+        message = self._combined(calls, loss) if self._has_values else None
         if self._mesh.pp.size > 1:
             message = self._exchange(message)
         assert message is not None
@@ -243,6 +246,10 @@ class LogRecorder:
         for entry, size in zip(message.schema.entries, message.sizes, strict=True):
             self._log(entry, next(values) if entry.has_value else None, size)
         return loss
+
+    @property
+    def _has_values(self) -> bool:
+        return self._mesh.pp.rank == self._source
 
     def _combined(self, calls: list[_Call], loss: Tensor | None) -> _Message:
         """Every name over the micro-batches and over ``cp``. Waits for the device only for a ``batch_size`` under ``cp``."""
@@ -264,8 +271,7 @@ class LogRecorder:
 
     def _exchange(self, sent: _Message | None) -> _Message:
         """Send the last stage's message to the other stages of the pipeline."""
-        pp = self._mesh.pp
-        source = pp.size - 1
+        pp, source = self._mesh.pp, self._source
         # As long as the longest schema so far, which all ranks know: one broadcast of a known shape does.
         header = torch.zeros(2 + max((len(schema.entries) for schema in self._schemas), default=0), dtype=torch.int64)
         if sent is not None:
@@ -281,10 +287,8 @@ class LogRecorder:
         else:
             schema = self._schemas[schema_id]
             assert num_values == schema.num_values, "the ranks of a pipeline disagree on the schema"
-        if sent is None:
-            packed = torch.empty(schema.num_values, dtype=schema.dtype, device=self._mesh.device)
-        else:
-            packed = sent.packed
+        empty = torch.empty(schema.num_values, dtype=schema.dtype, device=self._mesh.device)
+        packed = empty if sent is None else sent.packed
         if schema.num_values:
             broadcast(packed, pp, source)
         return _Message(schema, sizes[: len(schema.entries)], packed)
@@ -303,7 +307,7 @@ class LogRecorder:
                     f"{where}the metric {entry.detail!s} is not on this pipeline stage. Make it an attribute of the "
                     f"LightningModule, outside of the model that is cut into stages."
                 )
-            if value is not None or not self._mesh.pp.is_last:
+            if value is not None or not self._has_values:
                 metric._forward_cache = value
             metric._update_count = max(1, metric._update_count)  # on the other stages: it has values, though not here
             value = metric

@@ -33,10 +33,14 @@ class MetricSync:
     Args:
         module: the LightningModule; metrics in submodules and in a ``MetricCollection`` are found too.
         mesh: the running layout. States are reduced over ``dp_cp``, the ranks that see different tokens.
+        last_stage_rank: position on ``pp`` that holds the last stage; by default the last position (V-shaped schedules
+            bring the last stage back to position 0).
     """
 
-    def __init__(self, module: nn.Module, *, mesh: Mesh) -> None:
+    def __init__(self, module: nn.Module, *, mesh: Mesh, last_stage_rank: int | None = None) -> None:
         self._module, self._mesh = module, mesh
+        self._source = mesh.pp.size - 1 if last_stage_rank is None else last_stage_rank
+        self._sees_updates = mesh.pp.rank == self._source
         self._patches: dict[int, _Patch] = {}
         self._steps = 0
         self._computing = False
@@ -92,12 +96,12 @@ class MetricSync:
             return own()
         failure: Exception | None = None
         sent: tuple[str | None, Any] = (None, None)
-        if self._mesh.pp.is_last:
+        if self._sees_updates:
             try:
                 sent = (None, _to(own(), torch.device("cpu")))
             except Exception as error:  # the other stages wait for a result: tell them before failing
                 failure, sent = error, (repr(error), None)
-        message, value = broadcast_object(sent, self._mesh.pp, self._mesh.pp.size - 1)
+        message, value = broadcast_object(sent, self._mesh.pp, self._source)
         if failure is not None:
             raise failure
         if message is not None:
@@ -107,7 +111,7 @@ class MetricSync:
     def _own(self, patch: _Patch, *args: Any, **kwargs: Any) -> Any:
         """This rank's own ``compute``. The metrics that a wrapper metric computes inside it send nothing by themselves."""
         metric, outermost = patch.metric, not self._computing
-        unseen = not self._mesh.pp.is_last and not metric.update_called
+        unseen = not self._sees_updates and not metric.update_called
         self._computing = True
         if unseen:
             metric._update_count = 1  # no warning: this stage is not meant to have seen an update
