@@ -80,7 +80,7 @@ class Bucket:
         axis: the ranks that share the bucket, one shard each.
     """
 
-    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], axis: Axis) -> None:
+    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], *, axis: Axis) -> None:
         self.plan, self.axis = plan, axis
         self.params = [params[placement.name] for placement in plan.placements]
         dtype, device = self.params[0].dtype, self.params[0].device
@@ -146,7 +146,7 @@ def build_buckets(named: Sequence[tuple[str, nn.Parameter]], *, mesh: Mesh, buck
     for axis, expert in ((mesh.dp_cp, False), (mesh["edp"], True)):
         mine = [slot for slot in slots if slot.expert is expert]
         plans = plan_buckets(mine, bucket_numel=bucket_numel, num_shards=axis.size)
-        buckets += [Bucket(plan, dict(named), axis) for plan in plans]
+        buckets += [Bucket(plan, dict(named), axis=axis) for plan in plans]
     return buckets
 
 

@@ -101,8 +101,8 @@ class DistributedOptimizer:
         names = {param: name for name, param in trainable}
         for bucket in self._buckets:
             self._cut(bucket, names, main_params=main_params)
-        self._sums = plan_sums(self.shards, self._gradients, mesh)
-        check_agreement(self._buckets, self._sums, mesh)
+        self._sums = plan_sums(self.shards, self._gradients, mesh=mesh)
+        check_agreement(self._buckets, self._sums, mesh=mesh)
         self._counted = [
             gradient[start:stop]
             for shard, gradient in zip(self.shards, self._gradients, strict=True)
@@ -158,7 +158,7 @@ class DistributedOptimizer:
 
     def clip_by_norm(self, max_norm: float) -> None:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``. ``grad_norm`` stays."""
-        scale_by_norm(self._shard_grads(), self.grad_norm, max_norm)
+        scale_by_norm(self._shard_grads(), self.grad_norm, max_norm=max_norm)
 
     def clip_by_value(self, value: float) -> None:
         """Clamp each element of the gradients to ``[-value, value]``."""

@@ -84,7 +84,7 @@ def install_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) ->
     """
     by_param = {shard.param: shard for shard in shards}
     state: dict[Tensor, Any] = {
-        shard.main: {key: _cut(optimizer, shard, key, value) for key, value in optimizer.state[shard.param].items()}
+        shard.main: {key: _cut(optimizer, shard, key=key, value=value) for key, value in optimizer.state[shard.param].items()}
         for shard in shards
         if shard.param in optimizer.state
     }
@@ -98,7 +98,7 @@ def install_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) ->
     optimizer.state.update(state)
 
 
-def _cut(optimizer: torch.optim.Optimizer, shard: Shard, key: Any, value: Any) -> Any:
+def _cut(optimizer: torch.optim.Optimizer, shard: Shard, *, key: Any, value: Any) -> Any:
     """The shard's part of one entry of a parameter's state; a step count or another single value stays as it is."""
     single = shard.param.dim() == 0 and key != "step"  # the element of a 0-dim parameter, which the shard holds as [1]
     if not isinstance(value, Tensor) or (value.dim() == 0 and not single):

@@ -82,10 +82,12 @@ def plan_buckets(params: Sequence[ParamSlot], *, bucket_numel: int, num_shards: 
         start = _round_up(placements[-1].stop, alignment) if placements else 0
         placements.append(Placement(slot.name, start, start + slot.numel))
         if slot.tied or placements[-1].stop >= bucket_numel:
-            plans.append(_close(key, placements, num_shards, alignment))
+            plans.append(_close(key, placements, num_shards=num_shards, alignment=alignment))
         else:
             open_buckets[key] = placements
-    return plans + [_close(key, placements, num_shards, alignment) for key, placements in open_buckets.items()]
+    return plans + [
+        _close(key, placements, num_shards=num_shards, alignment=alignment) for key, placements in open_buckets.items()
+    ]
 
 
 def shard_range(bucket: BucketPlan, index: int) -> tuple[int, int]:
@@ -102,7 +104,7 @@ def overlap(placement: Placement, shard: tuple[int, int]) -> Overlap | None:
     return Overlap(start - placement.start, stop - placement.start, start - shard[0], stop - shard[0])
 
 
-def _close(key: tuple[str, bool, bool], placements: list[Placement], num_shards: int, alignment: int) -> BucketPlan:
+def _close(key: tuple[str, bool, bool], placements: list[Placement], *, num_shards: int, alignment: int) -> BucketPlan:
     dtype_key, expert, tied = key
     # At least one aligned block for each shard: some backends reject collectives on empty tensors.
     numel = _round_up(max(placements[-1].stop, 1), num_shards * alignment)

@@ -34,7 +34,7 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def scale_by_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+def scale_by_norm(gradients: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> None:
     """Multiply gradients in place by ``max_norm / (norm + 1e-6)`` where that is below 1."""
     coefficient = (max_norm / (norm + EPSILON)).clamp(max=1.0)
     for same in by_dtype(gradients):

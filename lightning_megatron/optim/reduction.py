@@ -38,7 +38,7 @@ class AxisSum:
             torch._foreach_copy_(same, list(torch.split(total, [piece.numel() for piece in same])))
 
 
-def plan_sums(shards: Sequence[Shard], gradients: Sequence[Tensor], mesh: Mesh) -> list[AxisSum]:
+def plan_sums(shards: Sequence[Shard], gradients: Sequence[Tensor], *, mesh: Mesh) -> list[AxisSum]:
     """What is to be summed after the data-parallel reduction: partial boxes by axis, then tied parameters over the ends.
 
     Args:
@@ -51,20 +51,20 @@ def plan_sums(shards: Sequence[Shard], gradients: Sequence[Tensor], mesh: Mesh) 
     for shard, gradient in sorted(zip(shards, gradients, strict=True), key=lambda pair: pair[0].name):
         for start, stop, box in shard.box_ranges():
             for name in box.partial:
-                _add(partial.setdefault(name, AxisSum(mesh[name])), shard, gradient, (start, stop))
+                _add(partial.setdefault(name, AxisSum(mesh[name])), shard, gradient=gradient, part=(start, stop))
         if shard.sharding.tied:
-            _add(ends, shard, gradient, (0, gradient.numel()))
+            _add(ends, shard, gradient=gradient, part=(0, gradient.numel()))
     sums = [*(partial[name] for name in sorted(partial)), ends]
     return [one for one in sums if one.axis.size > 1 and one.pieces]
 
 
-def _add(target: AxisSum, shard: Shard, gradient: Tensor, part: tuple[int, int]) -> None:
+def _add(target: AxisSum, shard: Shard, *, gradient: Tensor, part: tuple[int, int]) -> None:
     start, stop = part
     target.pieces.append(gradient[start:stop])
     target.keys.append(f"{shard.name}[{shard.start + start}:{shard.start + stop}] {gradient.dtype}")
 
 
-def check_agreement(buckets: Sequence[Bucket], sums: Sequence[AxisSum], mesh: Mesh) -> None:
+def check_agreement(buckets: Sequence[Bucket], sums: Sequence[AxisSum], *, mesh: Mesh) -> None:
     """Compare the layouts of all ranks that will reduce together, so that a mismatch is a message instead of a hang.
 
     Collective over the world.
@@ -72,7 +72,7 @@ def check_agreement(buckets: Sequence[Bucket], sums: Sequence[AxisSum], mesh: Me
     Raises:
         ValueError: on every rank, if the ranks of an axis differ; it names the axis, two ranks and the first difference.
     """
-    layouts = _layouts(buckets, sums, mesh)
+    layouts = _layouts(buckets, sums, mesh=mesh)
     digests = {key: hashlib.sha256(repr(lines).encode()).hexdigest() for key, lines in layouts.items()}
     gathered = all_gather_object(digests, mesh.world)
     if not _differing(gathered):
@@ -92,7 +92,7 @@ def check_agreement(buckets: Sequence[Bucket], sums: Sequence[AxisSum], mesh: Me
 _Layouts = dict[tuple[str, tuple[int, ...]], list[str]]
 
 
-def _layouts(buckets: Sequence[Bucket], sums: Sequence[AxisSum], mesh: Mesh) -> _Layouts:
+def _layouts(buckets: Sequence[Bucket], sums: Sequence[AxisSum], *, mesh: Mesh) -> _Layouts:
     """One line for each thing that is reduced, by ``(axis name, ranks)``, for every axis that could reduce something."""
     layouts: _Layouts = {(axis.name, axis.ranks): [] for axis in mesh.axes.values() if axis.size > 1 and axis.name != "world"}
     for bucket in buckets:
