@@ -101,6 +101,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """``[S, B, h, d] -> [B, h, S, d]``."""
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
     grouped = q.shape[1] != k.shape[1]  # the flag alone takes some kernels out of torch's choice
+    if grouped and q.dtype not in (torch.float16, torch.bfloat16):
+        # torch's kernels for wider types take no groups: it would hold the whole [S, S] of scores instead.
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+        grouped = False
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
 
 

@@ -31,6 +31,13 @@ def test_grouped_causal_attention_equals_explicit_softmax_with_gradients() -> No
     assert_close(ours, torch.autograd.grad((expected * weights).sum(), (q, k, v)))
 
 
+def test_grouped_attention_in_bfloat16_is_near_that_in_fp32() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(16, 2, heads, 8) for heads in (6, 3, 3))
+    core = CausalAttention(dropout=0.0, mesh=Mesh())
+    assert_close(core(q.bfloat16(), k.bfloat16(), v.bfloat16()).float(), core(q, k, v), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(8, 2, 4), (8, 1, 4), (8, 2, 2), (8, 8, 4), (12, 2, 4)])
 def test_each_rank_holds_the_key_and_value_heads_that_its_query_heads_use(heads: int, kv_heads: int, tp: int) -> None:
     def rows() -> tuple[Tensor, tuple[int, ...]]:
