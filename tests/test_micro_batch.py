@@ -44,7 +44,9 @@ def test_a_batch_without_a_batch_dim_is_refused_by_type(batch: Any) -> None:
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8, 13])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 8, 20])
-def test_micro_batches_of_a_size_hold_every_sample_once_and_only_the_last_is_short(num_samples: int, micro_batch_size: int) -> None:
+def test_micro_batches_of_a_size_hold_every_sample_once_and_only_the_last_is_short(
+    num_samples: int, micro_batch_size: int
+) -> None:
     batch = torch.arange(num_samples)
     parts = split_batch(batch, micro_batch_size=micro_batch_size)
     assert torch.cat(list(parts)).tolist() == batch.tolist()
