@@ -207,7 +207,18 @@ class _Groups:
                 group = self._new((source, destination), control=False)
                 if self._rank in key[1:]:
                     mine[key] = group
+        for key, group in mine.items():
+            self._connect(key, group)
         return mine
+
+    def _connect(self, key: tuple[str, int, int], group: dist.ProcessGroup) -> None:
+        """Send one number. The first message makes the connection, which waits for both sides; in a schedule it must not."""
+        _, source, destination = key
+        message = torch.zeros(1, device=self._device)
+        if self._rank == source:
+            dist.send(message, destination, group=group)
+        else:
+            dist.recv(message, source, group=group)
 
 
 def _device_mesh(parallelism: Parallelism, axes: dict[str, Axis], world_size: int, device: torch.device) -> DeviceMesh | None:
