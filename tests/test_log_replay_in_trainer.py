@@ -176,7 +176,7 @@ def fit(folder: str, pp: int, dp: int) -> tuple[list[dict[str, float]], list[str
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "default_root_dir": folder,
-        "callbacks": [stopping],
+        "callbacks": [EarlyStopping("val_loss", patience=10)],
     }
     options |= {"use_distributed_sampler": False}
     mesh = mesh_of(pp=pp) if pp > 1 else Mesh()
