@@ -88,10 +88,9 @@ def check(path: Path) -> None:
         ValueError: there is something else.
     """
     if not path.exists():
-        aside = (
-            f" A save was interrupted while it replaced it: {_aside(path)} holds the old one." if _aside(path).exists() else ""
-        )
-        raise FileNotFoundError(f"there is no checkpoint at {path}.{aside}")
+        old = _aside(path)
+        hint = f" {old} holds an older one that a save was replacing when it was interrupted." if old.exists() else ""
+        raise FileNotFoundError(f"there is no checkpoint at {path}.{hint}")
     if path.is_file():
         raise ValueError(f"{path} is a single file, not a checkpoint directory of this strategy.")
     missing = [name for name in (META_FILE, INDEX_FILE) if not (path / name).is_file()]

@@ -139,41 +139,38 @@ def load(
         RuntimeError: a rank could not read.
     """
     ranks = Ranks(process_group)
-    source = Path(path)
-
-    def read_small_files() -> tuple[Metadata, dict[str, Any]]:
-        files.check(source)
-        return files.read_index(source), files.read_pickled(source / files.META_FILE, weights_only)
-
-    index, meta = ranks.together(read_small_files)
-    saved = num_optimizers(index)
-    restored = load_optimizer and saved > 0 and len(optimizers) > 0
-
-    def make_targets() -> tuple[ModelTarget, list[OptimizerTarget]]:
-        if restored and saved != len(optimizers):
-            raise ValueError(f"{source} has the states of {saved} optimizers, and {len(optimizers)} are configured.")
-        targets = [OptimizerTarget(one, number, index) for number, one in enumerate(optimizers)] if restored else []
-        return ModelTarget(module, index), targets
-
-    model, of_optimizers = ranks.together(make_targets)
-    flat = dict(model.tensors)
-    for target in of_optimizers:
-        flat.update(target.tensors)
+    index, meta = ranks.together(lambda: _small_files(Path(path), weights_only))
+    restored = load_optimizer and len(optimizers) > 0 and num_optimizers(index) > 0
+    targets = ranks.together(lambda: _targets(module, optimizers if restored else (), index))
+    tensors = {key: tensor for target in targets for key, tensor in target.tensors.items()}
     planner = StrictLoadPlanner(
         complete="model." if strict else None, optional=(EXTRA_STATE,), allow_missing=not strict, cast=cast
     )
     with _dcp_errors():
         load_tensors(
-            flat,
-            storage_reader=ChunkReader(source, index),
+            tensors,
+            storage_reader=ChunkReader(Path(path), index),
             planner=planner,
             process_group=ranks.group,
             no_dist=not ranks.distributed,
         )
-    model.finish(flat)
-    for target in of_optimizers:
-        target.finish(flat)
+    for target in targets:
+        target.finish(tensors)
     return Loaded(meta, restored)
+
+
+def _small_files(path: Path, weights_only: bool | None) -> tuple[Metadata, dict[str, Any]]:
+    files.check(path)
+    return files.read_index(path), files.read_pickled(path / files.META_FILE, weights_only)
+
+
+def _targets(
+    module: nn.Module, optimizers: Sequence[DistributedOptimizer], index: Metadata
+) -> list[ModelTarget | OptimizerTarget]:
+    saved = num_optimizers(index)
+    if optimizers and saved != len(optimizers):
+        raise ValueError(f"the checkpoint has the states of {saved} optimizers, and {len(optimizers)} are configured.")
+    return [ModelTarget(module, index), *(OptimizerTarget(one, number, index) for number, one in enumerate(optimizers))]
 
 
 def load_state_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:

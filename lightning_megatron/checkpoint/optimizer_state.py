@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from math import prod
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_megatron.checkpoint.boxes import BoxedTensor, every_box
 from lightning_megatron.checkpoint.ranks import Ranks
+from lightning_megatron.checkpoint.state import placeholder
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer, Shard
 from lightning_megatron.sharding import Box
@@ -86,7 +88,7 @@ def _named_groups(
     mine = [[names[id(main)] for main in group["params"] if id(main) in names] for group in groups]
     order = [name for name, _ in module.named_parameters()]
     gathered = sorted(ranks.gather_to_first((mesh.pp.rank, order, mine)), key=lambda entry: entry[0])
-    position = model_order([name for _, of_rank, _ in gathered for name in of_rank])
+    position = model_order([of_rank for _, of_rank, _ in gathered])
     result = []
     for number, group in enumerate(groups):
         members = {name for _, _, by_group in gathered for name in by_group[number]}
@@ -96,19 +98,44 @@ def _named_groups(
     return result
 
 
-def model_order(names: Sequence[str]) -> dict[str, int]:
-    """Position of each name in the unsharded model, from the stages' names one after the other.
+def model_order(stages: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Position of each name in the unsharded model, from what each rank holds of it.
 
-    Layers of several stages on a rank come out of their order; numbered members of one list are put back into it.
+    A rank's names are in the model's order with gaps. Numbered members of one list (layers) count as one unit, so that those
+    of several stages on a rank go back into their order; units are merged, in rank order where nothing else tells.
     """
-    unique = list(dict.fromkeys(names))
-    first_seen: dict[str, int] = {}
-    keys = {}
-    for place, name in enumerate(unique):
-        found = re.match(r"(.*?\.|)(\d+)\.", name)
-        prefix, number = (found[1], int(found[2])) if found else (name, 0)
-        keys[name] = (first_seen.setdefault(prefix + "#" if found else name, place), number, place)
-    return {name: place for place, name in enumerate(sorted(unique, key=lambda name: keys[name]))}
+    names = list(dict.fromkeys(name for stage in stages for name in stage))
+    rank_of_unit = {unit: place for place, unit in enumerate(dict.fromkeys(_unit(name)[0] for name in names))}
+    sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(rank_of_unit, ()))
+    for stage in stages:
+        units = list(dict.fromkeys(_unit(name)[0] for name in stage))
+        for before, after in pairwise(units):
+            sorter.add(after, before)
+    try:
+        position = _in_order(sorter, rank_of_unit)
+    except CycleError:
+        position = rank_of_unit
+    keys = {name: (position[_unit(name)[0]], _unit(name)[1], place) for place, name in enumerate(names)}
+    return {name: place for place, name in enumerate(sorted(names, key=lambda name: keys[name]))}
+
+
+def _unit(name: str) -> tuple[str, int]:
+    """``model.layers.3.norm`` is member 3 of ``model.layers.``; a name without a number is a unit of its own."""
+    found = re.match(r"((?:.*?\.)?)(\d+)\.", name)
+    return (found[1], int(found[2])) if found else (name, 0)
+
+
+def _in_order(sorter: TopologicalSorter[str], preference: dict[str, int]) -> dict[str, int]:
+    sorter.prepare()
+    ready = list(sorter.get_ready())
+    position: dict[str, int] = {}
+    while ready:
+        unit = min(ready, key=lambda unit: preference[unit])
+        ready.remove(unit)
+        position[unit] = len(position)
+        sorter.done(unit)
+        ready += sorter.get_ready()
+    return position
 
 
 def num_optimizers(index: Metadata) -> int:
@@ -143,9 +170,10 @@ class OptimizerTarget:
         for key, path in (index.planner_data or {}).items():
             if path[:2] == (head, "param_groups"):
                 self._paths[key] = path[2:]
-                self.tensors[key] = _placeholder(saved[key])
+                self.tensors[key] = placeholder(saved[key])
             elif path[:2] == (head, "state"):
                 self._states.setdefault(path[2], {})[path[3]] = key
+        self._single = _single_valued(self._states, saved)
         self._check_groups(number)
         for shard in self._distributed.shards:
             self._add(shard, head, saved)
@@ -164,13 +192,13 @@ class OptimizerTarget:
                 self._uncopied.append(shard)
         for name, key in self._states.get(shard.name, {}).items():
             entry = saved[key]
-            if _is_flat_entry(name, entry, shard):
+            if name not in self._single and _has_shape(entry, shard):
                 values = self._allocated(shard, name, entry.properties.dtype)
                 self._flat.append((shard, name, values))
                 self._put(key, _boxed(shard, values))
             else:
                 self._plain.append((shard, name, key))
-                self.tensors[key] = _placeholder(entry)
+                self.tensors[key] = placeholder(entry)
 
     def _put(self, key: str, boxed: BoxedTensor) -> None:
         if boxed.parts:  # a slice may hold padding rows alone
@@ -202,15 +230,22 @@ class OptimizerTarget:
                 _set_hyperparameter(self._optimizer.param_groups[number], path, loaded[key])
 
 
-def _is_flat_entry(name: str, entry: Any, shard: Shard) -> bool:
-    """Whether a saved state has an element for each of the parameter's (a scalar parameter's step count has not)."""
-    if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != tuple(shard.sharding.global_shape):
-        return False
-    return not (name == "step" and prod(entry.size) == 1)
+def _has_shape(entry: Any, shard: Shard) -> bool:
+    """Whether a saved state is a tensor of the parameter's global shape."""
+    return isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == tuple(shard.sharding.global_shape)
 
 
-def _placeholder(entry: Any) -> Tensor | None:
-    return torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+def _single_valued(states: dict[str, dict[str, str]], saved: dict[str, Any]) -> set[str]:
+    """Names of states with one value a parameter (a step count).
+
+    Of a 0-dim parameter every state is 0-dim, so its own shape does not tell; the other parameters' states do.
+    """
+    single = {"step"}
+    for keys in states.values():
+        sizes = {name: tuple(saved[key].size) for name, key in keys.items() if isinstance(saved[key], TensorStorageMetadata)}
+        if any(sizes.values()):
+            single |= {name for name, size in sizes.items() if not size}
+    return single
 
 
 def _placed(name: str, value: Any, shard: Shard, group: dict[str, Any]) -> Any:

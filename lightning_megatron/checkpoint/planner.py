@@ -76,7 +76,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
 
     Args:
         complete: prefix of the keys that must all have a target on some rank (``"model."``); ``None`` does not ask for it.
-        optional: ends of keys that need no target (state that only some precisions have).
+        optional: parts of keys that need no target (state that only some precisions have).
         allow_missing: leave targets as they are that the checkpoint does not have.
         cast: let values be cast to the dtype of the target.
     """
@@ -142,7 +142,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         return [
             f"{key}: in the checkpoint with shape {tuple(saved.size)}, but not in the model"
             for key, saved in self.metadata.state_dict_metadata.items()
-            if key.startswith(self._complete) and not key.endswith(self._optional) and key not in read | named
+            if key.startswith(self._complete) and not any(part in key for part in self._optional) and key not in read | named
             if isinstance(saved, TensorStorageMetadata) and saved.size.numel()
         ]
 

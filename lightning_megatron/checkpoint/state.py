@@ -52,9 +52,10 @@ class ModelTarget:
 
     def __init__(self, module: nn.Module, index: Metadata) -> None:
         self._module = module
-        self._extra: list[str] = []
+        self._extra: dict[str, dict[tuple[Any, ...], str]] = defaultdict(dict)  # name -> path inside its value -> key
         self.tensors: dict[str, Any] = {}
-        saved = index.state_dict_metadata
+        saved, paths = index.state_dict_metadata, (index.planner_data or {}).items()
+        extra = {(path[1], path[2:]): key for key, path in paths if path[0] == "model" and str(path[1]).endswith(EXTRA_STATE)}
         aliases: dict[int, list[str]] = defaultdict(list)
         for name, value in _entries(module):
             aliases[id(value)].append(name)
@@ -62,7 +63,8 @@ class ModelTarget:
             key = f"model.{name}"
             others = [f"model.{other}" for other in aliases[id(value)]]
             if name.endswith(EXTRA_STATE):
-                self._add_extra(name, saved.get(key))
+                self._extra[name] = {inside: key for (owner, inside), key in extra.items() if owner == name}
+                self.tensors.update({key: placeholder(saved[key]) for key in self._extra[name].values()})
             elif isinstance(value, Tensor) and (key in saved or not any(other in saved for other in others)):
                 self._add(key, value)
 
@@ -77,18 +79,28 @@ class ModelTarget:
         elif not _is_boxed(value):
             self.tensors[key] = value.detach()
 
-    def _add_extra(self, name: str, saved: Any) -> None:
-        if saved is None:
-            return
-        self._extra.append(name)
-        is_tensor = isinstance(saved, TensorStorageMetadata)
-        self.tensors[f"model.{name}"] = torch.empty(saved.size, dtype=saved.properties.dtype) if is_tensor else None
-
     def finish(self, loaded: dict[str, Any]) -> None:
         """Hand loaded extra state to the modules that asked for it; tensors have been filled in place."""
-        for name in self._extra:
-            path = name.removesuffix(EXTRA_STATE).removesuffix(".")
-            self._module.get_submodule(path).set_extra_state(loaded[f"model.{name}"])
+        for name, keys in self._extra.items():
+            if keys:
+                path = name.removesuffix(EXTRA_STATE).removesuffix(".")
+                self._module.get_submodule(path).set_extra_state(nested({inside: loaded[key] for inside, key in keys.items()}))
+
+
+def placeholder(entry: Any) -> Tensor | None:
+    """What a value that is not loaded in place is loaded into: a fresh tensor, or ``None`` for a Python value."""
+    return torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+
+
+def nested(leaves: dict[tuple[Any, ...], Any]) -> Any:
+    """Dicts and lists (of whole-number keys) from ``path -> leaf``; the leaf itself under the empty path."""
+    if () in leaves:
+        return leaves[()]
+    members: dict[Any, dict[tuple[Any, ...], Any]] = defaultdict(dict)
+    for (step, *rest), leaf in leaves.items():
+        members[step][tuple(rest)] = leaf
+    values = {step: nested(rest) for step, rest in members.items()}
+    return [values[step] for step in sorted(values)] if all(isinstance(step, int) for step in values) else values
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
