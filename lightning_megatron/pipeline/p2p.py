@@ -35,9 +35,9 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class HiddenMeta:
-    """Form of a hidden state: its pytree, and shape and dtype of each leaf."""
+    """Form of a hidden state: its pytree (``None``: a bare tensor), and shape and dtype of each leaf."""
 
-    spec: TreeSpec
+    spec: TreeSpec | None
     leaves: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     @classmethod
@@ -54,7 +54,12 @@ class HiddenMeta:
                     f"a hidden state must be a tensor or a pytree of tensors; it holds a {type(leaf).__name__}. Give layers "
                     f"what is not a tensor through context()."
                 )
-        return cls(spec, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)), leaves
+        bare = isinstance(hidden, Tensor)
+        return cls(None if bare else spec, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)), leaves
+
+    def rebuilt(self, leaves: list[Tensor]) -> Any:
+        """The hidden state of this form with the given leaves."""
+        return leaves[0] if self.spec is None else tree_unflatten(leaves, self.spec)
 
     def empty(self, device: torch.device) -> list[Tensor]:
         """Fresh buffers for the leaves."""
@@ -156,6 +161,8 @@ class P2P:
             self._announced.add((stage + 1, signature))
             self._send_meta(meta, destination)
         channel = self._out["forward", destination]
+        if not torch.is_grad_enabled():
+            self._release_arrived()
         self._sent["forward", key] = (_isend(leaves, channel), leaves)
 
     def receive_hidden(self, stage: int, microbatch: int) -> Any:
@@ -174,7 +181,7 @@ class P2P:
             meta = self._shapes[stage, self._signatures[microbatch]]
         if torch.is_grad_enabled():
             leaves = [leaf.requires_grad_() if leaf.is_floating_point() else leaf for leaf in leaves]
-        return tree_unflatten(leaves, meta.spec)
+        return meta.rebuilt(leaves)
 
     def _post_hidden(self, channel: _Channel, until: Key) -> None:
         while until not in channel.posted:
@@ -192,6 +199,12 @@ class P2P:
         """Post the next receive before it is needed, where its shape is known without waiting."""
         if channel.order and (channel.order[0][0], self._signatures[channel.order[0][1]]) in self._shapes:
             self._post_next(channel)
+
+    def _release_arrived(self) -> None:
+        """Without backwards nothing comes back to say that an output has arrived: ask (gloo cannot tell before a wait)."""
+        arrived = [key for key, (works, _) in self._sent.items() if works and all(work.is_completed() for work in works)]
+        for key in arrived:
+            _wait(self._sent.pop(key)[0])
 
     def release_hidden(self, stage: int, microbatch: int) -> None:
         """Let go of a sent output: its gradient has come back, so it has arrived."""
