@@ -14,6 +14,7 @@ from lightning_megatron import checkpoint as checkpoints
 from lightning_megatron.initialize import load_unsharded
 from lightning_megatron.optim.distributed import DistributedOptimizer
 from lightning_megatron.step import TrainingEngine
+from lightning_megatron.strategy.failure import say
 from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.strategy.processes import ProcessesStrategy
 
@@ -73,6 +74,9 @@ class CheckpointingStrategy(ProcessesStrategy):
         """
         if storage_options is not None:
             raise ValueError("MegatronStrategy writes checkpoint directories itself and takes no storage_options.")
+        if self.is_alone:
+            say(f"{self.mesh.coordinate} no checkpoint is written to {filepath}: other ranks run on, and it takes all of them.")
+            return
         checkpoint.pop("state_dict", None)
         with_optimizer = checkpoint.pop("optimizer_states", None) is not None
         checkpoints.save(
@@ -102,7 +106,7 @@ class CheckpointingStrategy(ProcessesStrategy):
                 load_optimizer=fitting,
                 weights_only=weights_only,
             )
-            meta, loaded = result.meta, result.optimizer_loaded
+            meta, loaded = result.meta, result.optimizers
         if not loaded:
             for distributed in self._distributed:
                 distributed.refresh_main()

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+import os
 
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_megatron.mesh import Mesh
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.pipeline.model import PipelineModel
+from lightning_megatron.pipeline.schedule import Placement, schedule_for
 from lightning_megatron.pipeline.stage import check_pipeline_model
 
 SCHEDULES = ("auto", "1f1b", "interleaved", "gpipe")
@@ -52,6 +61,59 @@ def check_options(
     for name, value in (("micro_batch_size", micro_batch_size), ("num_microbatches", num_microbatches)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be 1 or more.")
+    if num_microbatches is not None:
+        placement = Placement(parallelism.pp, parallelism.vpp)
+        schedule_for(schedule, rank=0, placement=placement, num_microbatches=num_microbatches, strict=True)  # type: ignore[arg-type]
+
+
+def check_devices(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
+    """Check that the Trainer and the launcher that started this process mean the same ranks.
+
+    Args:
+        environment: who this process is in the job, by the launcher.
+        num_processes: ranks on this machine, by ``Trainer(devices=...)``.
+        num_nodes: machines, by ``Trainer(num_nodes=...)``.
+
+    Raises:
+        ValueError: with both counts.
+    """
+    if not environment.creates_processes_externally:
+        return
+    world_size, name = environment.world_size(), type(environment).__name__.removesuffix("Environment")
+    if world_size != num_processes * num_nodes:
+        raise ValueError(
+            f"{name} started {world_size} ranks, but Trainer(devices={num_processes}, num_nodes={num_nodes}) means "
+            f"{num_processes} * {num_nodes} = {num_processes * num_nodes}; set devices to the ranks on each machine and "
+            f"num_nodes to the machines, so that their product is {world_size}."
+        )
+    local = os.environ.get("LOCAL_WORLD_SIZE") if isinstance(environment, TorchElasticEnvironment) else None
+    if local is not None and int(local) != num_processes:
+        raise ValueError(
+            f"torchrun started {local} ranks on this machine (--nproc-per-node), but Trainer(devices={num_processes}, "
+            f"num_nodes={num_nodes}) means {num_processes}; set devices={local} and num_nodes={world_size // int(local)}."
+        )
+
+
+def check_plugins(checkpoint_io: object, layer_sync: object) -> None:
+    """Refuse plugins that would be ignored.
+
+    Args:
+        checkpoint_io: what ``Trainer(plugins=...)`` brought, ``None`` if nothing.
+        layer_sync: what ``Trainer(sync_batchnorm=True)`` brought.
+
+    Raises:
+        ValueError: naming the plugin.
+    """
+    if checkpoint_io is not None and type(checkpoint_io) is not TorchCheckpointIO:
+        raise ValueError(
+            f"{type(checkpoint_io).__name__} would be ignored: MegatronStrategy writes checkpoint directories itself, each "
+            f"rank its own shards. Remove the plugin from Trainer(plugins=...)."
+        )
+    if layer_sync is not None:
+        raise ValueError(
+            f"sync_batchnorm=True ({type(layer_sync).__name__}) is not there yet in this version: batch statistics stay on "
+            f"each rank. Remove it, or use a norm that does not look over the batch."
+        )
 
 
 def check_module(module: LightningModule, parallelism: Parallelism) -> None:
@@ -66,14 +128,35 @@ def check_module(module: LightningModule, parallelism: Parallelism) -> None:
     own = getattr(module, "check_parallelism", None)
     if callable(own):
         own(parallelism)
+    name = type(module).__name__
+    if parallelism.pp > 1 and not module.automatic_optimization:
+        raise ValueError(
+            f"{name} uses manual optimization, which cannot be cut into pipeline stages (pp={parallelism.pp}): "
+            f"set self.automatic_optimization = True, or pp=1."
+        )
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"{name}.{step}(dataloader_iter) fetches its own batches, which MegatronStrategy cannot cut into "
+                f"micro-batches; write {step}(batch, batch_idx)."
+            )
+    _check_built_model(module, parallelism)
+
+
+def _check_built_model(module: LightningModule, parallelism: Parallelism) -> None:
+    """Look at what the constructor has built; the rest is looked at after ``configure_model``."""
     model = find_pipeline_model(module)
     if model is not None:
         check_layers(model, parallelism)
-    if parallelism.pp > 1 and not module.automatic_optimization:
-        raise ValueError(
-            f"{type(module).__name__} uses manual optimization, which cannot be cut into pipeline stages (pp={parallelism.pp}): "
-            f"set self.automatic_optimization = True, or pp=1."
-        )
+    if parallelism.pp > 1 and not is_overridden("configure_model", module):
+        require_pipeline_model(module, parallelism)
+    for name, child in module.named_modules():
+        mesh = getattr(child, "mesh", None)
+        if isinstance(mesh, Mesh) and mesh.parallelism.tp != parallelism.tp:
+            raise ValueError(
+                f"self.{name} ({type(child).__name__}) was built outside of configure_model, so it is not cut over the "
+                f"tp={parallelism.tp} ranks. Build it in LightningModule.configure_model."
+            )
 
 
 def check_layers(model: PipelineModel, parallelism: Parallelism) -> None:
@@ -101,8 +184,13 @@ def check_trainer(trainer: Trainer, parallelism: Parallelism) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) and parallelism.pp > 1:
             raise ValueError(
-                f"{type(callback).__name__} averages a full copy of the model, which no rank has with pp={parallelism.pp}; remove "
-                f"the callback or set pp=1."
+                f"{type(callback).__name__} averages a full copy of the model, which no rank has with pp={parallelism.pp}; "
+                f"remove the callback or set pp=1."
+            )
+        if isinstance(callback, BatchSizeFinder) and trainer.world_size > 1:
+            raise ValueError(
+                f"{type(callback).__name__} tries sizes until one rank runs out of memory, which the other "
+                f"{trainer.world_size - 1} would wait for; remove the callback and set batch_size yourself."
             )
 
 
@@ -140,5 +228,3 @@ def require_pipeline_model(module: LightningModule, parallelism: Parallelism) ->
             f"(pp={parallelism.pp}). Move it into the model's first(), layers or last()."
         )
     return model
-
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -143,6 +142,7 @@ class MegatronStrategy(CheckpointingStrategy):
         norms = [optimizer.grad_norm for optimizer in self._distributed]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
 
+    @override
     def full_state_dict(self) -> dict[str, Tensor]:
         """The complete unsharded state: global name -> CPU tensor. Every rank calls it together and gets all of it."""
         return full_state_dict(self._ready)
@@ -325,15 +325,10 @@ class MegatronStrategy(CheckpointingStrategy):
     # Ends
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Say which rank failed before its traceback is printed."""
-        where = self._mesh.coordinate if self._mesh is not None else f"[rank={self.global_rank}]"
-        print(f"{where} {type(exception).__name__}: {exception}", file=sys.stderr, flush=True)
-
-    @override
     def teardown(self) -> None:
         """Leave model and process groups in place: hooks still use both, and flat buffers must not move to the host."""
         assert self.cluster_environment is not None and self.accelerator is not None
+        self._leave_together()
         if self._metrics is not None:
             self._metrics.restore()
         if self._own_sampler is not None and self.lightning_module is not None and self.lightning_module._trainer is not None:
