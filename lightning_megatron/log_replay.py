@@ -6,6 +6,10 @@ all stages of the pipeline receive the result, and every rank calls Lightning's 
 same value and with the batch size of all micro-batches together. Callbacks, loggers and the progress bar then see on every
 rank what one process would have seen.
 
+Note [One value of an epoch]
+Callbacks decide by the values of an epoch. Replicas that decide by their own would part (shards of one optimizer would even
+get unlike learning rates), so a value kept for the epoch is always reduced over them, as ``sync_dist=True`` does.
+
 A step costs one small CPU broadcast (which schema, and the batch sizes) and one packed tensor of values on the device. A
 schema (names and arguments) travels as an object the first time that it comes up.
 """
@@ -311,7 +315,17 @@ class LogRecorder:
                 metric._forward_cache = value
             metric._update_count = max(1, metric._update_count)  # on the other stages: it has values, though not here
             value = metric
-        self._module.log(entry.name, value, **dict(entry.arguments), batch_size=size)
+        arguments = dict(entry.arguments)
+        if self._is_of_the_epoch(entry):
+            arguments["sync_dist"] = True
+        self._module.log(entry.name, value, **arguments, batch_size=size)
+
+    def _is_of_the_epoch(self, entry: _Entry) -> bool:
+        """Whether Lightning keeps the value for the end of the epoch: see Note [One value of an epoch]."""
+        if entry.kind != "value" or entry.on_one_rank or self._mesh.dp_cp.size == 1:
+            return False
+        on_epoch = dict(entry.arguments).get("on_epoch")
+        return self._module._current_fx_name != "training_step" if on_epoch is None else bool(on_epoch)
 
 
 def _over_context(schema: _Schema, values: list[Tensor], sizes: list[int], mesh: Mesh) -> tuple[list[Tensor], list[int]]:
@@ -345,12 +359,9 @@ def _over_context(schema: _Schema, values: list[Tensor], sizes: list[int], mesh:
 
 def _reduce(numbers: list[Tensor], weights: list[int], reduction: str) -> Tensor:
     """0-dim tensors to one; a mean leaves out those of weight 0, which may be the NaN of an empty micro-batch."""
-    if reduction == "sum":
-        return torch.stack(numbers).sum()
-    if reduction == "min":
-        return torch.stack(numbers).min()
-    if reduction == "max":
-        return torch.stack(numbers).max()
+    if reduction in ("sum", "min", "max"):
+        reduced: Tensor = getattr(torch.stack(numbers), reduction)()
+        return reduced
     kept = [(number, weight) for number, weight in zip(numbers, weights, strict=True) if weight > 0]
     if not kept:
         return torch.zeros_like(numbers[0])
