@@ -43,20 +43,24 @@ class FailureWatch:
     def __init__(self, coordinate: str, world_size: int, *, end_process: Callable[[], None]) -> None:
         self._coordinate, self._world_size, self._end_process = coordinate, world_size, end_process
         self._store: Any = dist.distributed_c10d._get_default_store()
-        self._run = 0
+        self._run = ""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._seen: str | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether the thread is watching."""
         return self._thread is not None
 
-    def start(self) -> None:
-        """Watch one run of the Trainer. All ranks call it together; what an earlier run left in the store is not read."""
+    def start(self, run: str) -> None:
+        """Watch one run of the Trainer.
+
+        Args:
+            run: a name that all ranks share and no earlier run of the job has had: what those left in the store stays unread.
+        """
         self.stop()
-        self._run += 1
-        self._stopped = threading.Event()
+        self._run, self._seen, self._stopped = run, None, threading.Event()
         # A client of its own: another thread may block on the one that torch uses.
         arguments = (self._store.clone(), self._key("failed"), self._stopped)
         self._thread = threading.Thread(target=self._watch, args=arguments, daemon=True, name="failure-watch")
@@ -75,7 +79,7 @@ class FailureWatch:
         try:
             first: str = self._store.compare_set(self._key("failed"), "", text).decode(errors="replace")
         except RuntimeError:
-            return _LOST
+            return self._seen or _LOST
         return None if first == text else first
 
     def all_interrupted(self) -> bool:
@@ -93,17 +97,16 @@ class FailureWatch:
         return f"lightning_megatron/{name}/{self._run}"
 
     def _watch(self, store: Any, key: str, stopped: threading.Event) -> None:
-        text = None
-        while text is None and not stopped.wait(POLL_SECONDS):
-            text = _read(store, key)
-        if text is not None and not stopped.wait(GRACE_SECONDS):
-            say(f"{self._coordinate} is ended, because {text}")
+        while self._seen is None and not stopped.wait(POLL_SECONDS):
+            self._seen = _read(store, key)
+        if self._seen is not None and not stopped.wait(GRACE_SECONDS):
+            say(f"{self._coordinate} is ended, because a peer failed: {self._seen}")
             self._end_process()
 
 
 def _read(store: Any, key: str) -> str | None:
     try:
-        return f"a peer failed: {store.get(key).decode(errors='replace')}" if store.check([key]) else None
+        return store.get(key).decode(errors="replace") if store.check([key]) else None
     except RuntimeError:
         return _LOST
 
@@ -169,6 +172,8 @@ def end_if_uncaught(exception: BaseException, *, summary: str | None, end_proces
     def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         if value is not exception or summary is None:
             previous(kind, value, traceback)
+        else:
+            say(summary)
         if value is exception:
             end_process()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -154,7 +155,7 @@ class ProcessesStrategy(ParallelStrategy):
         if self._watch is None and dist.is_initialized() and self.world_size > 1:
             self._watch = FailureWatch(self.mesh.coordinate, self.world_size, end_process=self._end_process)
         if self._watch is not None:
-            self._watch.start()
+            self._watch.start(self.broadcast(uuid.uuid4().hex))
         self._alone = None
 
     def _connect(self) -> None:
