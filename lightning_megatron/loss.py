@@ -55,7 +55,8 @@ class StepLosses:
         self.num_tokens += num_tokens
         detached = loss.detach()
         # A mean over no token may be 0/0: such a micro-batch weighs nothing, and must not turn the others into NaN.
-        self._losses.append(torch.where(torch.as_tensor(num_tokens, device=loss.device) > 0, detached, torch.zeros_like(detached)))
+        some = torch.as_tensor(num_tokens, device=loss.device) > 0
+        self._losses.append(torch.where(some, detached, torch.zeros_like(detached)))
         self._weights.append(num_tokens if isinstance(num_tokens, Tensor) else float(num_tokens))
         return None if empty else loss * num_tokens
 

@@ -66,6 +66,17 @@ class MetricSync:
         finally:
             self._steps -= 1
 
+    @contextmanager
+    def discarded(self) -> Iterator[None]:
+        """What the ``with`` block does to metrics is taken back: an update before the model call, in a run for its sake."""
+        metrics = [metric for metric in self._module.modules() if isinstance(metric, Metric)]
+        before = [_state(metric) for metric in metrics]
+        try:
+            yield
+        finally:
+            for metric, state in zip(metrics, before, strict=True):
+                metric.__dict__.update(state)
+
     def _is_patched(self, metric: Metric) -> bool:
         patch = self._patches.get(id(metric))  # it holds the metric, so the id is not another's
         return patch is not None and metric.__dict__.get("compute") is patch.compute
@@ -158,6 +169,16 @@ class _Patch:
         state.pop("__getstate__", None)
         saved = {"process_group": self.process_group, "distributed_available_fn": self.distributed_available_fn}
         return {**state, **saved}
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    """A metric's state as it is now: tensors are copied, since updates add in place; lists are only appended to."""
+    names = ("_update_count", "_computed", "_forward_cache", "_is_synced", "_cache")
+    state = {name: metric.__dict__[name] for name in names if name in metric.__dict__}
+    for name in metric._defaults:
+        value = getattr(metric, name)
+        state[name] = value.clone() if isinstance(value, Tensor) else list(value)
+    return state
 
 
 def _not_distributed() -> bool:

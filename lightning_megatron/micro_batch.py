@@ -43,10 +43,10 @@ def batch_size_of(batch: Any) -> int:
     """
     if isinstance(batch, MicroBatches):
         return sum(batch.sizes)
-    for leaf in _leaves(batch):
+    for leaf in leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])
-    kinds = sorted({type(leaf).__name__ for leaf in _leaves(batch)}) or ["nothing"]
+    kinds = sorted({type(leaf).__name__ for leaf in leaves(batch)}) or ["nothing"]
     raise ValueError(
         f"the batch size cannot be found: a batch of type {type(batch).__name__} holds {', '.join(kinds)} and no tensor with "
         f"a batch dim. Give tensors [B, ...] in a dict, list, tuple or dataclass, or cut the batch yourself and return a "
@@ -116,7 +116,7 @@ def _is_list_of_samples(node: Any, num_samples: int) -> bool:
     # latter when all of its tensors are batched. A root is never a list of samples: default collation makes [x, y].
     if type(node) not in (list, tuple) or len(node) != num_samples or any(isinstance(child, Tensor) for child in node):
         return False
-    tensors = [leaf for leaf in _leaves(node) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves(node) if isinstance(leaf, Tensor)]
     return not tensors or any(leaf.shape[:1] != (num_samples,) for leaf in tensors)
 
 
@@ -202,10 +202,11 @@ def _with_fields(instance: Any, names: list[str], values: list[Any]) -> Any:
     return clone
 
 
-def _leaves(node: Any) -> Iterator[Any]:
+def leaves(node: Any) -> Iterator[Any]:
+    """What a batch holds, whatever dicts, lists or dataclasses it sits in, in order."""
     opened = _open(node)
     if opened is None:
         yield node
         return
     for child in opened.children:
-        yield from _leaves(child)
+        yield from leaves(child)

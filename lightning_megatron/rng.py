@@ -10,10 +10,13 @@ hold different data draw from ``shard_rng``; it takes its seed from the surround
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_megatron.mesh import Axis
@@ -67,6 +70,38 @@ def seeded_rng(device: torch.device, *names: object) -> Iterator[None]:
     with preserved_rng(device):
         seed_default_generators(device, derive_seed(*names))
         yield
+
+
+@contextmanager
+def seeded_user_rng(device: torch.device, *names: object) -> Iterator[None]:
+    """``seeded_rng`` for code of the user's, which may also draw from Python's ``random`` and from numpy."""
+    python, array = random.getstate(), np.random.get_state()
+    seed = derive_seed(*names)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    try:
+        with preserved_rng(device):
+            seed_default_generators(device, seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)
+
+
+def generator_states(device: torch.device) -> tuple[Any, ...]:
+    """States of all default generators that user code may draw from: torch's, Python's and numpy's."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.default_generator.get_state(), cuda, random.getstate(), np.random.get_state()
+
+
+def set_generator_states(device: torch.device, states: tuple[Any, ...]) -> None:
+    """Continue from what ``generator_states`` returned, on this rank or another."""
+    cpu, cuda, python, array = states
+    torch.default_generator.set_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+    random.setstate(python)
+    np.random.set_state(array)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ Lightning calls, for every batch::
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ from lightning_megatron.metrics import MetricSync
 from lightning_megatron.micro_batch import MicroBatches, batch_size_of, merge_outputs, split_batch
 from lightning_megatron.optim.distributed import DistributedOptimizer
 from lightning_megatron.pipeline.executor import PipelineExecutor, Step, broadcast_output, signature_of
-from lightning_megatron.pipeline.schedule import Placement
-from lightning_megatron.rng import seeded_rng
+from lightning_megatron.pipeline.schedule import Placement, ScheduleName
+from lightning_megatron.rng import seeded_user_rng
 
 
 class TrainingEngine:
@@ -60,7 +61,7 @@ class TrainingEngine:
         executor: PipelineExecutor,
         metrics: MetricSync,
         seed: int,
-        schedule: str,
+        schedule: ScheduleName,
         micro_batch_size: int | None,
         num_microbatches: int | None,
     ) -> None:
@@ -134,7 +135,7 @@ class TrainingEngine:
         self._num_tokens = torch.zeros_like(self._num_tokens)
         self._per_token = None
 
-    def _run(self, schedule: str, step: Step, batch: MicroBatches) -> list[Any]:
+    def _run(self, schedule: ScheduleName, step: Step, batch: MicroBatches) -> list[Any]:
         with self._recorder.recording(), self._metrics.in_step():
             return self._executor.run(schedule, step, num_microbatches=len(batch))
 
@@ -151,7 +152,9 @@ class TrainingEngine:
 
         def run(microbatch: int, is_last_stage: bool) -> Any:
             self._recorder.begin(microbatch, batch.sizes[microbatch], keep=is_last_stage)
-            with seeded_rng(self._mesh.device, *seed_names[microbatch], "step"):
+            # On the rank of the last stage an earlier stage's run of the step comes on top of the one that counts.
+            discard = self._metrics.discarded() if self.is_last_stage and not is_last_stage else nullcontext()
+            with discard, seeded_user_rng(self._mesh.device, *seed_names[microbatch], "step"):
                 return method(batch[microbatch], *rest)
 
         signatures: list[Hashable] = [(name, signature_of(microbatch)) for microbatch in batch]

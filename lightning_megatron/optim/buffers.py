@@ -49,9 +49,15 @@ class GradientSlot:
         self.param.grad = self.view
 
     def clear(self) -> None:
-        """Point ``grad`` at the buffer, which the caller has zeroed."""
+        """Point ``grad`` at the buffer: after the caller has zeroed it, or to show what ``hide`` hid."""
         if self._hook is None:
             self.param.grad = self.view
+
+    def hide(self) -> None:
+        """Take the gradient off the parameter until ``clear`` shows it again; nothing may be reduced meanwhile."""
+        self.collect()
+        if self._hook is None:
+            self.param.grad = None
 
     def release(self) -> None:
         """Give the parameter back as torch made it, without a gradient."""

@@ -183,6 +183,23 @@ class DistributedOptimizer:
         for shard in self.shards:
             shard.main.grad = None
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of this rank that it trains."""
+        return [param for bucket in self._buckets for param in bucket.params]
+
+    def hide_gradients(self) -> None:
+        """Make ``grad`` of the parameters ``None``, for code that would zero it, until ``show_gradients``."""
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                slot.hide()
+
+    def show_gradients(self) -> None:
+        """Undo ``hide_gradients``."""
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                slot.clear()
+
     def refresh_main(self) -> None:
         """Read the main shards from the parameters again, after weights were loaded into the parameters alone."""
         for mains, values in self._copies():

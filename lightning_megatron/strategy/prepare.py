@@ -89,6 +89,18 @@ def _check_built_under(module: nn.Module, mesh: Mesh) -> None:
 
 
 @torch.no_grad()
+def share_buffers(module: nn.Module, mesh: Mesh) -> None:
+    """Give all replicas the first one's saved buffers (running statistics), which each has gathered from its own samples."""
+    if mesh.dp_cp.size == 1:
+        return
+    for child in module.modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set and buffer.numel():
+                moved = buffer.detach().contiguous().clone()
+                buffer.copy_(broadcast(moved, mesh.dp_cp, 0))
+
+
+@torch.no_grad()
 def _share_first_values(module: nn.Module, mesh: Mesh) -> None:
     """Give every rank global rank 0's values of what was built for real: unseeded ranks would otherwise start apart."""
     for param in module.parameters():

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from rich.console import Console
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_megatron.mesh import DEFAULT_TIMEOUT, use_mesh
 from lightning_megatron.metrics import MetricSync
-from lightning_megatron.optim.distributed import DistributedOptimizer, DistributedOptimizerConfig
+from lightning_megatron.optim.distributed import DistributedOptimizerConfig
 from lightning_megatron.parallelism import DEFAULT_ORDER, Parallelism
 from lightning_megatron.pipeline.schedule import schedule_for
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.step import TrainingEngine
-from lightning_megatron.strategy.checkpointing import CheckpointingStrategy
 from lightning_megatron.strategy.full_state import full_state_dict
-from lightning_megatron.strategy.loaders import seed_workers_by_replica, shard_over_replicas
+from lightning_megatron.strategy.loaders import seed_workers_by_replica, shard_over_replicas, share_generator_states
 from lightning_megatron.strategy.options import check_options, check_trainer
 from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.strategy.report import print_layout
+from lightning_megatron.strategy.steps import SteppingStrategy
 
 
-class MegatronStrategy(CheckpointingStrategy):
+class MegatronStrategy(SteppingStrategy):
     """Train a LightningModule under tensor, sequence, pipeline and ZeRO-1 data parallelism.
 
     What is left of the world after ``tp * cp * pp`` are data-parallel replicas.
@@ -126,8 +124,6 @@ class MegatronStrategy(CheckpointingStrategy):
         self._num_microbatches = num_microbatches
         self._optimizer_config = optimizer or DistributedOptimizerConfig()
         self._own_sampler: bool | None = None
-        self._metrics: MetricSync | None = None
-        self._accumulating = False
 
     # What users and callbacks may ask for
 
@@ -178,7 +174,8 @@ class MegatronStrategy(CheckpointingStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         check_trainer(trainer, self.parallelism)
         module = self.lightning_module
@@ -186,6 +183,7 @@ class MegatronStrategy(CheckpointingStrategy):
             self._prepare(module)
         assert self._metrics is not None
         self._metrics.apply()
+        share_generator_states(self.mesh)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
             loop.inference_mode = False
         # Lightning's own sampler shuffles in training whatever the user's loader did; see process_dataloader.
@@ -203,6 +201,7 @@ class MegatronStrategy(CheckpointingStrategy):
         self._prepared = PreparedModule(
             module, self.mesh, convert=precision.convert_module, context=precision.forward_context, seed=seed
         )
+        print_layout(self._prepared, Console())
         self._metrics = MetricSync(module, mesh=self.mesh)
         self._engine = TrainingEngine(
             module,
@@ -216,25 +215,6 @@ class MegatronStrategy(CheckpointingStrategy):
             num_microbatches=self._num_microbatches,
         )
         self._seed = seed
-        print_layout(self._prepared, Console())
-
-    @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        for distributed in self._distributed:
-            distributed.close()
-        self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
-        self._steps.optimizers = [
-            DistributedOptimizer(
-                optimizer,
-                self._ready.named_parameters(),
-                mesh=self.mesh,
-                config=self._optimizer_config,
-                main_params=self.precision_plugin.main_params_in_fp32,
-            )
-            for optimizer in self.optimizers
-        ]
-        self.precision_plugin.clippers = {id(d.optimizer): d for d in self._distributed}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -245,89 +225,25 @@ class MegatronStrategy(CheckpointingStrategy):
         if self._own_sampler and trainer.state.fn != TrainerFn.PREDICTING:
             dataloader = shard_over_replicas(dataloader, trainer, mesh=self.mesh, seed=self._seed)
         seed_workers_by_replica(dataloader, self.mesh)
-        self._check_num_microbatches(dataloader)
+        if trainer.training:
+            self._check_num_microbatches(dataloader)
         return dataloader
 
     def _check_num_microbatches(self, loader: DataLoader[Any]) -> None:
         """Refuse a configured number of micro-batches that an interleaved schedule cannot run; short last batches may."""
-        if loader.batch_size is None or self._ready.module.trainer.state.fn != TrainerFn.FITTING:
+        if loader.batch_size is None:
             return
         size = self._micro_batch_size
         num_microbatches = self._num_microbatches or (-(-loader.batch_size // size) if size else 1)
         schedule_for(self._schedule, rank=0, placement=self._ready.placement, num_microbatches=num_microbatches, strict=True)
-
-    # The step
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
-            with self.precision_plugin.train_step_context():
-                return self.lightning_module.training_step(*args, **kwargs)
-        trainer = self.lightning_module.trainer
-        loop = trainer.fit_loop.epoch_loop
-        output: STEP_OUTPUT = self._steps.train(
-            args,
-            batch_number=loop.total_batch_idx,
-            accumulate=trainer.accumulate_grad_batches,
-            backward=not loop.automatic_optimization._skip_backward,
-        )
-        return output
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output: STEP_OUTPUT = self._steps.evaluate("validation_step", args)
-        return output
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output: STEP_OUTPUT = self._steps.evaluate("test_step", args)
-        return output
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._steps.evaluate("predict_step", args)
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Fire the hooks; the schedule has run the backward. Gradients are final when ``on_after_backward`` is called."""
-        module = self.lightning_module
-        assert module is not None
-        if not module.automatic_optimization:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if not self._accumulating:
-            self._steps.finish_gradients()
-        return self.precision_plugin.post_backward(closure_loss, module)
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Lightning enters this for batches whose optimizer step comes later: their gradients stay on this rank."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
-
-    @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
-    ) -> Any:
-        distributed = next(d for d in self._distributed if d.optimizer is getattr(optimizer, "_optimizer", optimizer))
-        if not self._ready.module.automatic_optimization:
-            distributed.reduce_gradients()
-            distributed.finish_gradients(num_tokens=None)
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        distributed.update_parameters()
-        return result
 
     # Ends
 
     @override
     def teardown(self) -> None:
         """Leave model and process groups in place: hooks still use both, and flat buffers must not move to the host."""
-        assert self.cluster_environment is not None and self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
         self._leave_together()
         if self._metrics is not None:
             self._metrics.restore()

@@ -1,0 +1,117 @@
+"""From the user's ``configure_optimizers`` to distributed optimizers, on every stage and in manual optimization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.optim.distributed import DistributedOptimizer
+from lightning_megatron.pipeline.stage import OtherStage
+
+_EMPTY = "empty parameter list"
+_PLACEHOLDER = "_nothing_to_train"
+
+
+def configure_on_every_stage(configure: Callable[[], None], module: LightningModule, mesh: Mesh) -> nn.Parameter | None:
+    """Call the user's ``configure_optimizers`` where this rank's stages may hold none of what it trains.
+
+    torch makes no optimizer without parameters. On a stage that holds none, frozen layers say, the user's method then sees
+    one parameter without elements, which ``drop`` takes out again.
+
+    Args:
+        configure: calls the method and keeps its optimizers.
+        module: the user's module.
+        mesh: for the device.
+    """
+    if mesh.pp.size == 1:
+        configure()
+        return None
+    try:
+        configure()
+    except ValueError as error:
+        if _EMPTY not in str(error):
+            raise
+    else:
+        return None
+    placeholder = nn.Parameter(torch.empty(0, device=mesh.device))
+    holders: list[nn.Module] = [module, *(child for child in module.modules() if isinstance(child, OtherStage))]
+    for holder in holders:
+        holder.register_parameter(_PLACEHOLDER, placeholder)
+    try:
+        configure()
+    finally:
+        for holder in holders:
+            del holder._parameters[_PLACEHOLDER]
+    return placeholder
+
+
+def drop(placeholder: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> None:
+    """Take the placeholder of ``configure_on_every_stage`` out of the optimizers; a group may end up empty."""
+    if placeholder is None:
+        return
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["params"] = [param for param in group["params"] if param is not placeholder]
+
+
+class ManualOptimization:
+    """Makes ``optimizer.zero_grad`` and ``toggle_optimizer`` mean the model's parameters, not the optimizer's shards.
+
+    Args:
+        module: the user's module, which optimizes by hand.
+        optimizers: its optimizers.
+        wrappers: Lightning's wrapper of each, which ``self.optimizers()`` returns.
+        mesh: the running layout.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        optimizers: Sequence[DistributedOptimizer],
+        *,
+        wrappers: Sequence[LightningOptimizer],
+        mesh: Mesh,
+    ) -> None:
+        self._module, self._optimizers, self._mesh = module, optimizers, mesh
+        for distributed, wrapper in zip(optimizers, wrappers, strict=True):
+            zero_grad = partial(_zero_grad, distributed)
+            for instance in (distributed.optimizer, wrapper):  # the wrapper does not ask what it wraps
+                instance.__dict__["zero_grad"] = zero_grad
+
+    @contextmanager
+    def toggled(self) -> Iterator[None]:
+        """Inside the ``with`` block parameters get no gradient whose optimizer Lightning's ``toggle_optimizer`` left out."""
+        off = [param for distributed in self._toggled_off() for param in distributed.parameters if param.requires_grad]
+        for param in off:
+            param.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for param in off:
+                param.requires_grad_(True)
+
+    def _toggled_off(self) -> list[DistributedOptimizer]:
+        if not self._module.__dict__.get("_param_requires_grad_state"):
+            return []
+        shards = {distributed: [shard.main for shard in distributed.shards] for distributed in self._optimizers}
+        on = [d for d, mains in shards.items() if any(main.requires_grad for main in mains)]
+        # A rank may hold no shard of an optimizer: it is the one that is on if no other is.
+        on = on or [d for d, mains in shards.items() if not mains]
+        return [distributed for distributed in self._optimizers if distributed not in on]
+
+    def finish(self, distributed: DistributedOptimizer) -> None:
+        """Reduce the gradients of one optimizer, as a mean over the replicas, before its step."""
+        distributed.reduce_gradients()
+        counts = float(self._mesh.tp.is_first)  # each replica once
+        distributed.finish_gradients(num_tokens=torch.full((), counts, device=self._mesh.device))
+
+
+def _zero_grad(distributed: DistributedOptimizer, set_to_none: bool = True) -> None:
+    distributed.zero_gradients()
