@@ -63,7 +63,24 @@ def check_options(
             raise ValueError(f"{name}={value} must be 1 or more.")
     if num_microbatches is not None:
         placement = Placement(parallelism.pp, parallelism.vpp)
+        _check_schedule(schedule, placement, num_microbatches, f"num_microbatches={num_microbatches}")
+
+
+def check_num_microbatches(schedule: str, placement: Placement, *, batch_size: int, micro_batch_size: int) -> None:
+    """Check that a schedule can run the micro-batches of a full batch.
+
+    Raises:
+        ValueError: it cannot; with the sizes.
+    """
+    number = -(-batch_size // micro_batch_size)
+    _check_schedule(schedule, placement, number, f"batch_size={batch_size} / micro_batch_size={micro_batch_size}")
+
+
+def _check_schedule(schedule: str, placement: Placement, num_microbatches: int, origin: str) -> None:
+    try:
         schedule_for(schedule, rank=0, placement=placement, num_microbatches=num_microbatches, strict=True)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{origin} does not fit the pipeline: {error}") from error
 
 
 def check_devices(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:

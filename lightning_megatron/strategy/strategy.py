@@ -22,12 +22,12 @@ from lightning_megatron.mesh import DEFAULT_TIMEOUT, use_mesh
 from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizerConfig
 from lightning_megatron.parallelism import DEFAULT_ORDER, Parallelism
-from lightning_megatron.pipeline.schedule import schedule_for
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.step import TrainingEngine
 from lightning_megatron.strategy.full_state import full_state_dict
 from lightning_megatron.strategy.loaders import seed_workers_by_replica, shard_over_replicas, share_generator_states
-from lightning_megatron.strategy.options import check_options, check_trainer
+from lightning_megatron.strategy.num_batches import same_num_batches
+from lightning_megatron.strategy.options import check_num_microbatches, check_options, check_trainer
 from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.strategy.report import print_layout
 from lightning_megatron.strategy.steps import SteppingStrategy
@@ -173,6 +173,14 @@ class MegatronStrategy(SteppingStrategy):
             yield
 
     @override
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        earlier = PreparedModule.of(self.lightning_module)
+        if self._mesh is None and earlier is not None and earlier.fits(self.parallelism, device=self.root_device):
+            self._mesh = earlier.mesh
+        super().setup_environment()
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
@@ -198,10 +206,15 @@ class MegatronStrategy(SteppingStrategy):
     def _prepare(self, module: LightningModule) -> None:
         precision = self.precision_plugin
         seed = self.broadcast(_job_seed())
-        self._prepared = PreparedModule(
-            module, self.mesh, convert=precision.convert_module, context=precision.forward_context, seed=seed
-        )
-        print_layout(self._prepared, Console())
+        earlier = PreparedModule.of(module)
+        if earlier is not None and earlier.mesh is self.mesh:
+            earlier.renew(convert=precision.convert_module, context=precision.forward_context)
+            self._prepared = earlier
+        else:
+            self._prepared = PreparedModule(
+                module, self.mesh, convert=precision.convert_module, context=precision.forward_context, seed=seed
+            )
+            print_layout(self._prepared, Console())
         self._metrics = MetricSync(module, mesh=self.mesh)
         self._engine = TrainingEngine(
             module,
@@ -218,24 +231,22 @@ class MegatronStrategy(SteppingStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if not isinstance(dataloader, DataLoader):
-            return dataloader
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self._own_sampler and trainer.state.fn != TrainerFn.PREDICTING:
-            dataloader = shard_over_replicas(dataloader, trainer, mesh=self.mesh, seed=self._seed)
-        seed_workers_by_replica(dataloader, self.mesh)
-        if trainer.training:
-            self._check_num_microbatches(dataloader)
-        return dataloader
+        if isinstance(dataloader, DataLoader):
+            if self._own_sampler and trainer.state.fn != TrainerFn.PREDICTING:
+                dataloader = shard_over_replicas(dataloader, trainer, mesh=self.mesh, seed=self._seed)
+            seed_workers_by_replica(dataloader, self.mesh)
+            if trainer.training:
+                self._check_num_microbatches(dataloader)
+        return same_num_batches(dataloader, trainer, mesh=self.mesh)
 
     def _check_num_microbatches(self, loader: DataLoader[Any]) -> None:
-        """Refuse a configured number of micro-batches that an interleaved schedule cannot run; short last batches may."""
-        if loader.batch_size is None:
-            return
+        """Refuse batches that an interleaved schedule cannot run; short last ones may be, see ``schedule_for``."""
+        batch_size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
         size = self._micro_batch_size
-        num_microbatches = self._num_microbatches or (-(-loader.batch_size // size) if size else 1)
-        schedule_for(self._schedule, rank=0, placement=self._ready.placement, num_microbatches=num_microbatches, strict=True)
+        if batch_size is not None and size is not None:
+            check_num_microbatches(self._schedule, self._ready.placement, batch_size=batch_size, micro_batch_size=size)
 
     # Ends
 
