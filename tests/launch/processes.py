@@ -44,7 +44,7 @@ def run_jobs(*commands: list[str], timeout_seconds: float = 60.0) -> list[Ended]
     marker = uuid.uuid4().hex
     jobs = []
     for command in commands:
-        out = tempfile.TemporaryFile("w+")
+        out = tempfile.TemporaryFile("w+")  # noqa: SIM115
         process = subprocess.Popen(
             command, env=environment(**{_MARKER: marker}), stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, text=True
         )
@@ -91,7 +91,7 @@ def run_forked(main: Callable[[], None], world_size: int, *, timeout_seconds: fl
     """
     port, files, pids = free_port(), [], []
     for rank in range(world_size):
-        out = tempfile.TemporaryFile("w+")
+        out = tempfile.TemporaryFile("w+")  # noqa: SIM115
         pid = os.fork()
         if pid == 0:
             _forked(main, rank, world_size, port=port, out=out.fileno())

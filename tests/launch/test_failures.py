@@ -17,6 +17,7 @@ from lightning_megatron.strategy import failure
 from .failing_script import MESSAGE, run
 from .processes import HERE, TORCHRUN, run_forked, run_jobs
 
+TWO_BY_TORCHRUN = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 SCRIPT = str(HERE / "failing_script.py")
 ERROR = f"ArithmeticError: {MESSAGE}"
 
@@ -34,13 +35,13 @@ def arguments(**options: Any) -> list[str]:
         ([sys.executable], {"devices": 4, "tp": 2, "pp": 2, "rank": 2}, "[pp=0 tp=0]", ERROR),
         ([sys.executable], {"devices": 2, "pp": 2, "rank": 1, "how": "kill"}, "[pp=1]", "was killed by SIGKILL"),
         (
-            [*TORCHRUN, "--standalone", "--nproc-per-node", "2"],
+            TWO_BY_TORCHRUN,
             {"devices": 2, "pp": 2, "rank": 0, "where": "validation"},
             "[pp=1]",
             ERROR,
         ),
         (
-            [*TORCHRUN, "--standalone", "--nproc-per-node", "2"],
+            TWO_BY_TORCHRUN,
             {"devices": 2, "pp": 2, "rank": 1, "how": "kill"},
             "[pp=1]",
             "-9",
