@@ -105,5 +105,3 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
-
-

@@ -15,8 +15,9 @@ from lightning_megatron.comm import broadcast_object
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.capture import StageDone, StageJob, StageRunner
 from lightning_megatron.pipeline.model import PipelineModel, StagePart
-from lightning_megatron.pipeline.p2p import HiddenMeta, P2P
-from lightning_megatron.pipeline.schedule import Action, Kind, Placement, schedule_for
+from lightning_megatron.pipeline.p2p import P2P, HiddenMeta
+from lightning_megatron.pipeline.plan import run_plan
+from lightning_megatron.pipeline.schedule import Action, Kind, Placement, ScheduleName
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class PipelineExecutor:
         self._forwards: dict[tuple[int, int], _Forward] = {}
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
-    def run(self, schedule: str, step: Step, *, num_microbatches: int) -> list[Any]:
+    def run(self, schedule: ScheduleName, step: Step, *, num_microbatches: int) -> list[Any]:
         """Run one step under a schedule.
 
         Args:
@@ -85,14 +86,12 @@ class PipelineExecutor:
         Returns:
             The outputs of the user's step by micro-batch, on the rank of the last stage; an empty list on the others.
         """
-        lists = [
-            schedule_for(schedule, rank=rank, placement=self._placement, num_microbatches=num_microbatches, strict=False)  # type: ignore[arg-type]
-            for rank in range(self._placement.num_ranks)
-        ]
-        self._p2p.begin(lists, step.signatures)
+        plan = run_plan(schedule, self._mesh.pp.rank, placement=self._placement, num_microbatches=num_microbatches)
+        self._p2p.begin(plan, step.signatures)
         self._calls.clear()
         outputs: dict[int, Any] = {}
-        for action in lists[self._mesh.pp.rank]:
+        for issued, action in enumerate(plan.actions):
+            self._p2p.post_receives(issued)
             if action.kind is Kind.F:
                 self._forward(action, step, outputs)
             elif action.kind is Kind.B:
@@ -169,13 +168,11 @@ class PipelineExecutor:
         runner = self.runner
         assert runner is not None
         self._calls.clear()
-        lists = [
-            schedule_for("forward_only", rank=rank, placement=self._placement, num_microbatches=1)
-            for rank in range(self._placement.num_ranks)
-        ]
-        self._p2p.begin(lists, [("call", signature_of((inputs, named)))])
+        plan = run_plan("forward_only", self._mesh.pp.rank, placement=self._placement, num_microbatches=1)
+        self._p2p.begin(plan, [("call", signature_of((inputs, named)))])
         output = None
-        for action in lists[self._mesh.pp.rank]:
+        for issued, action in enumerate(plan.actions):
+            self._p2p.post_receives(issued)
             part = self._parts[action.stage]
             hidden = None if part.is_first else self._p2p.receive_hidden(part.stage, 0)
             with self._context():

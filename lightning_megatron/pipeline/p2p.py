@@ -3,12 +3,14 @@
 Note [One channel for each edge and direction]
 Every directed edge (source rank, destination rank) of a pipeline has a communicator for activations, and the reverse edge
 one for gradients. A channel carries messages one way only. The sender posts them in the order of its own action list;
-the receiver knows that list and posts its receives in the same order, early ones into buffers. Neither side can wait for
-the other's order, which is what makes two neighbours of a ring of two, or interleaved stages, safe.
+the receiver knows that list and posts its receives in the same order, as early as plan.py allows. Neither side can wait
+for the other's order, which is what makes two neighbours of a ring of two, or interleaved stages, safe.
 
-Note [Shapes travel once]
-A receiver must know shapes and dtypes beforehand. They are sent over gloo (host memory, no device sync) with the first
-micro-batch of each new signature (shapes of the user's batch, on which all stages agree) and remembered.
+Note [New shapes travel through the host]
+A receiver must know a shape before it can post a receive, and a message that waits for its receive occupies the sender's
+device (plan.py: Note [When a receive may be posted]). So the hidden states of a signature (shapes of the user's batch, on
+which all stages agree) that is new in a run go through host memory over gloo in that run, with their shapes before them:
+they wait for nobody's device. From the next run on their shapes are known, and they go directly.
 """
 
 from __future__ import annotations
@@ -25,12 +27,11 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.pipeline.schedule import Action, Kind, Placement
+from lightning_megatron.pipeline.plan import Key, Message, RunPlan
+from lightning_megatron.pipeline.schedule import Placement
 
 _META_BYTES = 16384
-
-Key = tuple[int, int]
-"""(stage that receives, micro-batch)."""
+_FORWARD_ONLY_WINDOW = 2
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,13 @@ class HiddenMeta:
         """The hidden state of this form with the given leaves."""
         return leaves[0] if self.spec is None else tree_unflatten(leaves, self.spec)
 
-    def empty(self, device: torch.device) -> list[Tensor]:
-        """Fresh buffers for the leaves."""
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.leaves]
+    def empty(self, device: torch.device, *, only_float: bool = False) -> list[Tensor]:
+        """Fresh buffers for the leaves, or for those that have a gradient."""
+        return [
+            torch.empty(shape, dtype=dtype, device=device)
+            for shape, dtype in self.leaves
+            if dtype.is_floating_point or not only_float
+        ]
 
 
 @dataclass
@@ -72,7 +77,7 @@ class _Channel:
 
     group: dist.ProcessGroup
     peer: int
-    order: deque[Key] = field(default_factory=deque)
+    order: deque[Message] = field(default_factory=deque)
     posted: dict[Key, tuple[list[dist.Work], list[Tensor]]] = field(default_factory=dict)
 
 
@@ -95,40 +100,37 @@ class P2P:
             else:
                 self._in[direction, source] = _Channel(group, source)
         self._sent: dict[tuple[str, Key], tuple[list[dist.Work], list[Tensor]]] = {}
-        self._meta_sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._host_sent: list[tuple[dist.Work | None, Tensor]] = []
         self._signatures: Sequence[Hashable] = ()
-        self._announced: set[tuple[int, Hashable]] = set()
+        self._window = 0
+        self._known: frozenset[tuple[int, Hashable]] = frozenset()
 
-    def begin(self, schedules: Sequence[Sequence[Action]], signatures: Sequence[Hashable]) -> None:
-        """Read the message order of every incoming channel off the neighbours' schedules.
+    def begin(self, plan: RunPlan, signatures: Sequence[Hashable]) -> None:
+        """Start a run: take its message orders.
 
         Args:
-            schedules: the action list of every pipeline rank.
+            plan: this rank's plan.
             signatures: for each micro-batch, what its shapes depend on.
         """
         assert not self._sent, "the last run was not drained"
         self._signatures = signatures
-        for channel in self._in.values():
-            channel.order.clear()
-            channel.posted.clear()
-        for pp_rank, actions in enumerate(schedules):
-            source = self._mesh.pp.ranks[pp_rank]
-            for action in actions:
-                if (hop := self._hop(action)) is None:
-                    continue
-                direction, stage, destination = hop
-                if destination == self._mesh.rank and source != destination:
-                    self._in[direction, source].order.append((stage, action.microbatch))
+        self._known = frozenset(self._shapes)
+        for message in plan.incoming:
+            self._in[message.direction, self._mesh.pp.ranks[message.source]].order.append(message)
+        # Without backwards, every micro-batch may be sent at once: bound what waits in buffers.
+        self._window = len(plan.incoming) if torch.is_grad_enabled() else _FORWARD_ONLY_WINDOW
 
-    def _hop(self, action: Action) -> tuple[str, int, int] | None:
-        """Where the result of an action goes: (direction, receiving stage, receiving global rank)."""
-        if action.kind is Kind.F and action.stage + 1 < self._placement.num_stages:
-            stage, direction = action.stage + 1, "forward"
-        elif action.kind in (Kind.B, Kind.I) and action.stage > 0:
-            stage, direction = action.stage - 1, "backward"
-        else:
-            return None
-        return direction, stage, self._mesh.pp.ranks[self._placement.rank_of(stage)]
+    def post_receives(self, issued: int) -> None:
+        """Post every receive that may be posted once ``issued`` own actions are under way."""
+        for channel in self._in.values():
+            while channel.order and len(channel.posted) < self._window and self._may_post(channel.order[0], issued):
+                self._post_next(channel)
+
+    def _may_post(self, message: Message, issued: int) -> bool:
+        return message.after <= issued and (message.direction == "backward" or self._is_known(message.key))
+
+    def _is_known(self, key: Key) -> bool:
+        return (key[0], self._signatures[key[1]]) in self._known
 
     def _source(self, direction: str, stage: int) -> int:
         sender = stage - 1 if direction == "forward" else stage + 1
@@ -157,9 +159,9 @@ class P2P:
         if destination == self._mesh.rank:
             self._sent["forward", key] = ([], leaves)
             return
-        if (stage + 1, signature) not in self._announced:
-            self._announced.add((stage + 1, signature))
-            self._send_meta(meta, destination)
+        if not self._is_known(key):
+            self._send_through_host(meta, leaves, destination)
+            return
         channel = self._out["forward", destination]
         if not torch.is_grad_enabled():
             self._release_arrived()
@@ -173,32 +175,32 @@ class P2P:
             meta = self._shapes[stage, self._signatures[microbatch]]
             leaves = [leaf.clone() for leaf in self._sent["forward", key][1]]
         else:
-            channel = self._in["forward", source]
-            self._post_hidden(channel, until=key)
-            works, leaves = channel.posted.pop(key)
-            _wait(works)
-            self._post_ahead(channel)
+            leaves = self._take(self._in["forward", source], key)
             meta = self._shapes[stage, self._signatures[microbatch]]
         if torch.is_grad_enabled():
             leaves = [leaf.requires_grad_() if leaf.is_floating_point() else leaf for leaf in leaves]
         return meta.rebuilt(leaves)
 
-    def _post_hidden(self, channel: _Channel, until: Key) -> None:
-        while until not in channel.posted:
+    def _take(self, channel: _Channel, key: Key) -> list[Tensor]:
+        while key not in channel.posted:
             self._post_next(channel)
+        works, buffers = channel.posted.pop(key)
+        _wait(works)
+        return buffers
 
     def _post_next(self, channel: _Channel) -> None:
-        key = channel.order.popleft()
-        shape_key = (key[0], self._signatures[key[1]])
-        if shape_key not in self._shapes:
-            self._shapes[shape_key] = self._receive_meta(channel.peer)
-        buffers = self._shapes[shape_key].empty(self._mesh.device)
-        channel.posted[key] = (_irecv(buffers, channel), buffers)
-
-    def _post_ahead(self, channel: _Channel) -> None:
-        """Post the next receive before it is needed, where its shape is known without waiting."""
-        if channel.order and (channel.order[0][0], self._signatures[channel.order[0][1]]) in self._shapes:
-            self._post_next(channel)
+        message = channel.order.popleft()
+        stage, microbatch = message.key
+        if message.direction == "forward" and not self._is_known(message.key):
+            meta, leaves = self._receive_through_host(channel.peer)
+            self._shapes[stage, self._signatures[microbatch]] = meta
+            channel.posted[message.key] = ([], leaves)
+            return
+        if message.direction == "forward":
+            buffers = self._shapes[stage, self._signatures[microbatch]].empty(self._mesh.device)
+        else:
+            buffers = self._shapes[stage + 1, self._signatures[microbatch]].empty(self._mesh.device, only_float=True)
+        channel.posted[message.key] = (_irecv(buffers, channel), buffers)
 
     def _release_arrived(self) -> None:
         """Without backwards nothing comes back to say that an output has arrived: ask (gloo cannot tell before a wait)."""
@@ -227,54 +229,46 @@ class P2P:
         source = self._source("backward", stage)
         if source == self._mesh.rank:
             return self._sent.pop(("backward", key))[1]
-        channel = self._in["backward", source]
-        while key not in channel.posted:
-            next_key = channel.order.popleft()
-            buffers = self._grad_buffers(next_key)
-            channel.posted[next_key] = (_irecv(buffers, channel), buffers)
-        works, grads = channel.posted.pop(key)
-        if channel.order and ("forward", (channel.order[0][0] + 1, channel.order[0][1])) in self._sent:
-            ahead = channel.order.popleft()
-            buffers = self._grad_buffers(ahead)
-            channel.posted[ahead] = (_irecv(buffers, channel), buffers)
-        _wait(works)
-        return grads
+        return self._take(self._in["backward", source], key)
 
-    def _grad_buffers(self, key: Key) -> list[Tensor]:
-        meta = self._shapes[key[0] + 1, self._signatures[key[1]]]
-        return [
-            torch.empty(shape, dtype=dtype, device=self._mesh.device)
-            for shape, dtype in meta.leaves
-            if dtype.is_floating_point
-        ]
+    # See Note [New shapes travel through the host]
 
-    # Shapes, see Note [Shapes travel once]
-
-    def _send_meta(self, meta: HiddenMeta, destination: int) -> None:
+    def _send_through_host(self, meta: HiddenMeta, leaves: list[Tensor], destination: int) -> None:
         payload = pickle.dumps(meta)
         if len(payload) > _META_BYTES - 8:
-            raise RuntimeError(f"the form of a hidden state takes {len(payload)} bytes, more than {_META_BYTES}: too many leaves.")
-        message = torch.zeros(_META_BYTES, dtype=torch.uint8)
+            raise RuntimeError(
+                f"the form of a hidden state takes {len(payload)} bytes, more than {_META_BYTES}: it has too many leaves."
+            )
+        header = torch.zeros(_META_BYTES, dtype=torch.uint8)
         data = len(payload).to_bytes(8, "little") + payload
-        message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._meta_sent.append((dist.isend(message, destination, group=self._mesh.pp.group), message))
+        header[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for message in [header, *(_bytes_of(leaf.cpu()) for leaf in leaves)]:
+            self._host_sent.append((dist.isend(message, destination, group=self._mesh.pp.group), message))
 
-    def _receive_meta(self, source: int) -> HiddenMeta:
-        message = torch.empty(_META_BYTES, dtype=torch.uint8)
-        dist.recv(message, source, group=self._mesh.pp.group)
-        data = message.numpy().tobytes()
+    def _receive_through_host(self, source: int) -> tuple[HiddenMeta, list[Tensor]]:
+        header = torch.empty(_META_BYTES, dtype=torch.uint8)
+        dist.recv(header, source, group=self._mesh.pp.group)
+        data = header.numpy().tobytes()
         meta: HiddenMeta = pickle.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return meta
+        leaves = meta.empty(torch.device("cpu"))
+        for leaf in leaves:
+            dist.recv(_bytes_of(leaf), source, group=self._mesh.pp.group)
+        return meta, [leaf.to(self._mesh.device) for leaf in leaves]
 
     def drain(self) -> None:
         """Wait until everything sent in this run has left, and let go of it."""
-        for work, _ in self._meta_sent:
+        for work, _ in self._host_sent:
             if work is not None:
                 work.wait()
         for works, _ in self._sent.values():
             _wait(works)
-        self._meta_sent.clear()
+        self._host_sent.clear()
         self._sent.clear()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The tensor's memory as a flat view of bytes: gloo does not send every dtype."""
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
 
 
 def _isend(tensors: list[Tensor], channel: _Channel) -> list[dist.Work]:

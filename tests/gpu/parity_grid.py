@@ -1,10 +1,11 @@
 """The parity grid on CUDA over NCCL. Started by torchrun, see docs/development.md; prints one line a case.
 
-    torchrun --no-python --nproc-per-node 4 bash one_gpu_ranks.sh tests/parity/on_gpu.py
+    torchrun --no-python --nproc-per-node 4 bash tests/gpu/one_gpu_ranks.sh tests/gpu/parity_grid.py [part of a layout's name]
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from pathlib import Path
@@ -55,10 +56,11 @@ def main() -> None:
     torch.cuda.set_device(device)
     one_gpu = torch.cuda.device_count() == 1
     options = {"devices": 1 if one_gpu else world_size, "num_nodes": world_size if one_gpu else 1}
-    failed = 0
+    failed, only = 0, sys.argv[1] if len(sys.argv) > 1 else ""
     for name, (size, layout, accumulate) in LAYOUTS.items():
-        for model, config in CONFIGS.items() if size == world_size else ():
+        for model, config in CONFIGS.items() if size == world_size and only in name else ():
             for precision, tolerance in TOLERANCE.items():
+                faulthandler.dump_traceback_later(60)  # a hang shows where it hangs
                 outcome = strategy_run(
                     config,
                     layout,
@@ -79,6 +81,7 @@ def main() -> None:
                 failed += not passed
                 verdict = "passed" if passed else "FAILED"
                 print(f"{verdict} {name:34s} {model:10s} {precision} change {error:.1e} norm {norm_error:.1e} {same_start=}", flush=True)
+    faulthandler.cancel_dump_traceback_later()
     if rank == 0:
         print(f"{failed} failed of world size {world_size}, {SAMPLES} samples", flush=True)
     sys.exit(failed > 0)
