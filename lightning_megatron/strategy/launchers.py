@@ -41,7 +41,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         self._check(trainer)
-        if not self.cluster_environment.creates_processes_externally:
+        alone = self.num_processes == self.num_nodes == 1
+        if not self.cluster_environment.creates_processes_externally and not alone:
             self._call_children_scripts()
             # Instead of Lightning's observer, which kills this process before it can say what happened.
             ChildWatch(self.procs, end_process=self.end_process).start()

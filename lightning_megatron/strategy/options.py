@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -108,6 +109,21 @@ def check_devices(environment: ClusterEnvironment, num_processes: int, num_nodes
         raise ValueError(
             f"torchrun started {local} ranks on this machine (--nproc-per-node), but Trainer(devices={num_processes}, "
             f"num_nodes={num_nodes}) means {num_processes}; set devices={local} and num_nodes={world_size // int(local)}."
+        )
+    environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)  # SLURM: tasks on each node
+
+
+def check_process_group(world_size: int) -> None:
+    """Check that a process group which is there already has the ranks that the Trainer means.
+
+    Raises:
+        RuntimeError: it has not; with both counts.
+    """
+    if dist.is_initialized() and dist.get_world_size() != world_size:
+        raise RuntimeError(
+            f"this process is in a process group of {dist.get_world_size()} ranks already, from an earlier Trainer or from "
+            f"your own code, but this Trainer means {world_size}; one process can be in one job: start a new one (restart the "
+            f"notebook), or call torch.distributed.destroy_process_group() first."
         )
 
 

@@ -25,7 +25,7 @@ from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.strategy.failure import FailureWatch, describe, end_if_uncaught, end_process, say
 from lightning_megatron.strategy.launchers import CopyLauncher, ScriptLauncher
-from lightning_megatron.strategy.options import check_devices, check_module, check_plugins, check_trainer
+from lightning_megatron.strategy.options import check_devices, check_module, check_plugins, check_process_group, check_trainer
 
 
 class ProcessesStrategy(ParallelStrategy):
@@ -166,6 +166,7 @@ class ProcessesStrategy(ParallelStrategy):
         kwargs: dict[str, Any] = {"device_id": self.root_device} if on_gpu else {}
         if not dist.is_initialized() and on_gpu:
             atexit.register(_destroy_dist_connection)
+        check_process_group(self.world_size)
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, **kwargs)
         self._mesh = Mesh.create(self.parallelism, device=self.root_device, timeout=self._timeout)
 

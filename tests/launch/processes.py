@@ -39,7 +39,7 @@ def environment(**extra: str) -> dict[str, str]:
     return {**clean, **quick, "PYTHONPATH": str(ROOT), **extra}
 
 
-def run_jobs(*commands: list[str], timeout_seconds: float = 60.0) -> list[Ended]:
+def run_jobs(*commands: list[str], timeout_seconds: float = 110.0) -> list[Ended]:
     """Run commands side by side, as the machines of one job, to their end."""
     marker = uuid.uuid4().hex
     jobs = []

@@ -1,4 +1,4 @@
-"""What cannot work is refused by one message with the numbers and the fix, before training and, where possible, before launch."""
+"""What cannot work is refused by one message with the numbers and the fix, before training, mostly before launch."""
 
 from __future__ import annotations
 
