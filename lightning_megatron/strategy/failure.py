@@ -75,7 +75,7 @@ class FailureWatch:
 
     def report(self, exception: BaseException) -> str | None:
         """Write down that this rank has failed. Returns what the first to fail wrote, ``None`` if that is this rank."""
-        text = f"{self._coordinate} {describe(exception)}"[:_MAX_TEXT]
+        text = describe(exception, self._coordinate)[:_MAX_TEXT]
         try:
             first: str = self._store.compare_set(self._key("failed"), "", text).decode(errors="replace")
         except RuntimeError:
@@ -180,9 +180,9 @@ def end_if_uncaught(exception: BaseException, *, summary: str | None, end_proces
     sys.excepthook = hook
 
 
-def describe(exception: BaseException) -> str:
-    """``ValueError: message``; for a lost connection with what that usually means."""
-    text = f"{type(exception).__name__}: {exception}"
+def describe(exception: BaseException, coordinate: str) -> str:
+    """``[pp=1 tp=0] ValueError: message``; for a lost connection with what that usually means."""
+    text = f"{coordinate} {type(exception).__name__}: {str(exception).removeprefix(coordinate).lstrip()}"
     if isinstance(exception, RuntimeError) and any(sign in text for sign in _LOST_CONNECTION):
         text += "\nA peer went away without a word: it was killed (out of memory?), or its error stands further up."
     return text

@@ -176,9 +176,9 @@ class ProcessesStrategy(ParallelStrategy):
         where = self._mesh.coordinate if self._mesh is not None else f"[rank={self.global_rank}]"
         first = self._watch.report(exception) if self._watch is not None and self._watch.is_running else None
         if first is None:
-            say(f"{where} {describe(exception)}")
+            say(describe(exception, where))
         if self.world_size > 1:
-            after = f"{where} {type(exception).__name__}: {exception}\n{where} comes after a peer's failure: {first}"
+            after = f"{describe(exception, where)}\n{where} comes after a peer's failure: {first}"
             end_if_uncaught(exception, summary=None if first is None else after, end_process=self._end_process)
 
     def _end_process(self) -> None:

@@ -58,8 +58,10 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def run(layout: dict[str, Any], *, devices: int, rank: int, how: str, where: str, callbacks: Any = None) -> None:
-    loader = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
+def run(
+    layout: dict[str, Any], *, devices: int, rank: int, how: str, where: str, callbacks: Any = None, **options: Any
+) -> None:
+    loader = DataLoader(TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0))), batch_size=4)
     trainer = L.Trainer(
         strategy=MegatronStrategy(**layout),
         accelerator="cpu",
@@ -72,6 +74,7 @@ def run(layout: dict[str, Any], *, devices: int, rank: int, how: str, where: str
         num_sanity_val_steps=0,
         limit_train_batches=4,
         callbacks=callbacks,
+        **options,
     )
     trainer.fit(Module(rank, how, where), loader, loader)
 
@@ -79,10 +82,13 @@ def run(layout: dict[str, Any], *, devices: int, rank: int, how: str, where: str
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int)
+    parser.add_argument("--num_nodes", type=int, default=1)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--how", default="raise")
     parser.add_argument("--where", default="training")
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     options = parser.parse_args()
-    run({"pp": options.pp, "tp": options.tp}, devices=options.devices, rank=options.rank, how=options.how, where=options.where)
+    layout = {"pp": options.pp, "tp": options.tp}
+    how, nodes = {"rank": options.rank, "how": options.how, "where": options.where}, {"num_nodes": options.num_nodes}
+    run(layout, devices=options.devices, **how, **nodes)

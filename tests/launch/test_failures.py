@@ -68,7 +68,8 @@ def test_the_job_ends_with_the_error_in_sight(launcher: list[str], options: dict
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "GRACE_SECONDS", 1.5)
+    monkeypatch.setattr(failure, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(failure, "GRACE_SECONDS", 1.0)
     monkeypatch.setattr(failure, "GATHER_SECONDS", 1.0)
 
 
