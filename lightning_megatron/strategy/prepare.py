@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -20,6 +21,8 @@ from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.pipeline.stage import cut_to_stages
 from lightning_megatron.sharding import has_sharding
 from lightning_megatron.strategy.options import check_layers, require_pipeline_model
+
+_KEPT = "_lightning_megatron_prepared"
 
 
 class PreparedModule:
@@ -44,19 +47,59 @@ class PreparedModule:
     ) -> None:
         self.module, self.mesh = module, mesh
         parallelism = mesh.parallelism
+        module.__dict__[_KEPT] = self  # a later Trainer goes on with the same stages
         _check_built_under(module, mesh)
         _share_first_values(module, mesh)
         self.placement = Placement(parallelism.pp, parallelism.vpp)
         self.aliases: dict[str, str] = {}
-        model = require_pipeline_model(module, parallelism) if parallelism.pp > 1 else None
-        self.parts = self._cut(model, parallelism)
+        self._model = require_pipeline_model(module, parallelism) if parallelism.pp > 1 else None
+        self.parts = self._cut(self._model, parallelism)
         convert(module)
         for child in module.children():
             materialize(child, device=mesh.device, seed=seed)
         module.to(mesh.device)
-        self.executor = PipelineExecutor(mesh, self.placement, parts=self.parts, context=context, model=model)
-        if model is not None:
-            model._stage_runner = self.executor.runner
+        self.executor = self._new_executor(context)
+
+    @classmethod
+    def of(cls, module: LightningModule) -> PreparedModule | None:
+        """What an earlier Trainer of this process has made of the module."""
+        kept = module.__dict__.get(_KEPT)
+        return kept if isinstance(kept, cls) and kept.module is module else None
+
+    def fits(self, parallelism: Parallelism, *, device: torch.device) -> bool:
+        """Whether a strategy of that layout can go on with this module as it is.
+
+        Raises:
+            ValueError: it cannot, and the module has been cut.
+        """
+        held = self.mesh.parallelism
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if held == parallelism and self.mesh.world_size == world_size and self.mesh.device == device:
+            return True
+        if held.tp * held.pp == 1:
+            return False
+        raise ValueError(
+            f"{type(self.module).__name__} has been cut by an earlier Trainer for {held.describe(self.mesh.world_size)} on "
+            f"{self.mesh.device}, so it cannot run under {parallelism.describe(world_size)} on {device}. Make a new module and "
+            f"load the weights from a checkpoint."
+        )
+
+    def renew(self, *, convert: Callable[[nn.Module], nn.Module], context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Run under another Trainer from now on, possibly in another precision."""
+        convert(self.module)
+        self.executor = self._new_executor(context)
+
+    def _new_executor(self, context: Callable[[], AbstractContextManager[None]]) -> PipelineExecutor:
+        executor = PipelineExecutor(self.mesh, self.placement, parts=self.parts, context=context, model=self._model)
+        if self._model is not None:
+            self._model._stage_runner = executor.runner
+        return executor
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PreparedModule:
+        return self  # a copied module is not prepared, see `of`
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # nor is a pickled one
 
     def _cut(self, model: PipelineModel | None, parallelism: Parallelism) -> dict[int, StagePart]:
         if model is None:

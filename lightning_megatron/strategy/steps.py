@@ -140,9 +140,7 @@ class SteppingStrategy(CheckpointingStrategy):
             self._accumulating = False
 
     @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any) -> Any:
         distributed = next(d for d in self._distributed if d.optimizer is getattr(optimizer, "_optimizer", optimizer))
 
         def finished() -> Any:

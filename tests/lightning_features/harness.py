@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +94,15 @@ class History(Callback):
 
     def __init__(self) -> None:
         self.lrs: list[float] = []
-        self.losses: list[float] = []
+        self.batches: list[dict[str, float]] = []
         self.steps: list[int] = []
         self.train: list[dict[str, float]] = []
         self.evaluated: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
+        self.batches.append(_floats(trainer.callback_metrics))
         self.steps.append(trainer.global_step)
-        self.lrs.append(trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else 0.0)
+        self.lrs += [group["lr"] for group in trainer.optimizers[0].param_groups[:1]]
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
         self.train.append(_floats(trainer.callback_metrics))
@@ -139,6 +141,19 @@ class Run:
         assert batch_size % self.replicas == 0
         return DataLoader(data, batch_size=batch_size // self.replicas, **options)
 
+    def summary(self, trainer: L.Trainer, module: L.LightningModule, history: History) -> dict[str, Any]:
+        """What there is to compare after a run."""
+        seen = {key: getattr(history, key) for key in ("lrs", "batches", "steps", "train", "evaluated")}
+        progress = {"epoch": trainer.current_epoch, "global_step": trainer.global_step}
+        return {**seen, **progress, "logged": _floats(trainer.logged_metrics), "parameters": self.parameters(trainer, module)}
+
+    def fit(self, module: L.LightningModule, train: Any, val: Any = None, **options: Any) -> dict[str, Any]:
+        """Train by a new Trainer and summarize."""
+        history = History()
+        trainer = self.trainer(history, *options.pop("callbacks", ()), **options)
+        trainer.fit(module, train, val)
+        return self.summary(trainer, module, history)
+
     def parameters(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Tensor]:
         """The whole model's parameters; all ranks call it."""
         if isinstance(trainer.strategy, MegatronStrategy):
@@ -176,3 +191,57 @@ def assert_same(actual: Any, expected: Any, *, tolerance: float = 2e-5, where: s
         assert abs(actual - expected) <= tolerance * max(1.0, abs(expected)), f"{where}: {actual} instead of {expected}"
     else:
         assert actual == expected, f"{where}: {actual} instead of {expected}"
+
+
+Scenario = Callable[[Run], Any]
+
+
+@dataclass
+class Failure:
+    """A scenario that raised."""
+
+    trace: str
+
+
+class Scenarios:
+    """Named functions that are run on one process and under layouts; all of them in one start of ranks, which is quick."""
+
+    def __init__(self, layouts: dict[str, tuple[int, dict[str, Any]]]) -> None:
+        self.layouts = layouts
+        self._functions: dict[str, Scenario] = {}
+        self._results: dict[str, list[dict[str, Any]]] = {}
+
+    def __call__(self, function: Scenario) -> Scenario:
+        """Decorator: adds a scenario."""
+        self._functions[function.__name__] = function
+        return function
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._functions)
+
+    def compare(self, name: str, layout: str, folder: Any, **options: Any) -> None:
+        """Compare one scenario on every rank of a layout with one process."""
+        for key in ("one", layout):
+            if key not in self._results:
+                self._results[key] = self._run(key, f"{folder}/{key}")
+        expected = self._results["one"][0][name]
+        assert not isinstance(expected, Failure), expected.trace
+        for outcome in self._results[layout]:
+            assert not isinstance(outcome[name], Failure), outcome[name].trace
+            assert_same(outcome[name], expected, **options)
+
+    def _run(self, key: str, folder: str) -> list[dict[str, Any]]:
+        if key == "one":
+            return [one_process(self._all, folder)]
+        world_size, options = self.layouts[key]
+        return on_ranks(self._all, world_size, folder, **options)
+
+    def _all(self, run: Run) -> dict[str, Any]:
+        outcomes = {}
+        for name, function in self._functions.items():
+            try:
+                outcomes[name] = function(run)
+            except Exception:
+                outcomes[name] = Failure(traceback.format_exc())
+        return outcomes
