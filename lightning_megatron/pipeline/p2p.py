@@ -3,12 +3,12 @@
 Note [One channel for each edge and direction]
 Every directed edge (source rank, destination rank) of a pipeline has a communicator for activations, and the reverse edge
 one for gradients. A channel carries messages one way only. The sender posts them in the order of its own action list;
-the receiver knows that list and posts its receives in the same order, as early as plan.py allows. Neither side can wait
+the receiver knows that list and posts its receives in the same order, when plan.py says. Neither side can wait
 for the other's order, which is what makes two neighbours of a ring of two, or interleaved stages, safe.
 
 Note [New shapes travel through the host]
 A receiver must know a shape before it can post a receive, and a message that waits for its receive occupies the sender's
-device (plan.py: Note [When a receive may be posted]). So the hidden states of a signature (shapes of the user's batch, on
+device (plan.py: Note [When a receive is posted]). So the hidden states of a signature (shapes of the user's batch, on
 which all stages agree) that is new in a run go through host memory over gloo in that run, with their shapes before them:
 they wait for nobody's device. From the next run on their shapes are known, and they go directly.
 """
@@ -31,7 +31,6 @@ from lightning_megatron.pipeline.plan import Key, Message, RunPlan
 from lightning_megatron.pipeline.schedule import Placement
 
 _META_BYTES = 16384
-_FORWARD_ONLY_WINDOW = 2
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,6 @@ class P2P:
         self._sent: dict[tuple[str, Key], tuple[list[dist.Work], list[Tensor]]] = {}
         self._host_sent: list[tuple[dist.Work | None, Tensor]] = []
         self._signatures: Sequence[Hashable] = ()
-        self._window = 0
         self._known: frozenset[tuple[int, Hashable]] = frozenset()
 
     def begin(self, plan: RunPlan, signatures: Sequence[Hashable]) -> None:
@@ -117,13 +115,11 @@ class P2P:
         self._known = frozenset(self._shapes)
         for message in plan.incoming:
             self._in[message.direction, self._mesh.pp.ranks[message.source]].order.append(message)
-        # Without backwards, every micro-batch may be sent at once: bound what waits in buffers.
-        self._window = len(plan.incoming) if torch.is_grad_enabled() else _FORWARD_ONLY_WINDOW
 
     def post_receives(self, issued: int) -> None:
-        """Post every receive that may be posted once ``issued`` own actions are under way."""
+        """Post every receive that is due once ``issued`` own actions are under way."""
         for channel in self._in.values():
-            while channel.order and len(channel.posted) < self._window and self._may_post(channel.order[0], issued):
+            while channel.order and self._may_post(channel.order[0], issued):
                 self._post_next(channel)
 
     def _may_post(self, message: Message, issued: int) -> bool:
