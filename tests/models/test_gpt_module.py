@@ -156,8 +156,10 @@ def test_a_stock_checkpoint_loads_as_plain_data(tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_a_preset_or_single_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.cli import _JSONARGPARSE_SIGNATURES_AVAILABLE, LightningCLI
 
+    if not _JSONARGPARSE_SIGNATURES_AVAILABLE:
+        pytest.skip("jsonargparse[signatures] is not installed")
     monkeypatch.setattr("sys.argv", ["train"])
 
     def module_of(*args: str) -> GPTModule:
