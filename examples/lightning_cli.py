@@ -1,7 +1,7 @@
-"""Pretraining through LightningCLI, on the text that is on every machine with Python.
+r"""Pretraining through LightningCLI, on the text that is on every machine with Python.
 
     python examples/lightning_cli.py fit --config examples/lightning_cli.yaml
-    python examples/lightning_cli.py fit --config examples/lightning_cli.yaml \\
+    python examples/lightning_cli.py fit --config examples/lightning_cli.yaml \
         --trainer.strategy=lightning_megatron.MegatronStrategy --trainer.strategy.tp=2 --trainer.devices=2
     python examples/lightning_cli.py fit --config examples/lightning_cli.yaml --trainer.strategy=megatron_tp2_pp2
 
