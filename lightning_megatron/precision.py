@@ -56,9 +56,10 @@ class MegatronPrecision(Precision):
     def __init__(self, precision: PrecisionName = "32-true") -> None:
         if precision not in get_args(PrecisionName):
             raise ValueError(
-                f"precision={precision!r} is not supported by MegatronStrategy yet; use one of {', '.join(get_args(PrecisionName))}."
+                f"precision={precision!r} is not supported by MegatronStrategy yet; "
+                f"use one of {', '.join(get_args(PrecisionName))}."
             )
-        self.precision = precision  # type: ignore[assignment]
+        self.precision = precision
         self.clippers: dict[int, GradientClipper] = {}
 
     @classmethod
@@ -73,8 +74,8 @@ class MegatronPrecision(Precision):
         plain = type(plugin) in (Precision, HalfPrecision, MixedPrecision, DoublePrecision)
         if not plain or plugin.precision not in get_args(PrecisionName):
             raise ValueError(
-                f"Trainer(precision={plugin.precision!r}) ({type(plugin).__name__}) is not supported by MegatronStrategy yet; use "
-                f"one of {', '.join(get_args(PrecisionName))}."
+                f"Trainer(precision={plugin.precision!r}) ({type(plugin).__name__}) is not supported by MegatronStrategy yet; "
+                f"use one of {', '.join(get_args(PrecisionName))}."
             )
         return cls(plugin.precision)  # type: ignore[arg-type]
 
@@ -118,7 +119,7 @@ class MegatronPrecision(Precision):
 
     @property
     def _device_type(self) -> str:
-        return "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+        return "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

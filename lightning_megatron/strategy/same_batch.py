@@ -34,8 +34,8 @@ def check_same_batch(batch: Any, mesh: Mesh) -> None:
     sizes = f"tp({mesh.tp.size}) * cp({mesh.cp.size}) * pp({mesh.pp.size}) = {axis.size}"
     raise ValueError(
         f"{mesh.coordinate} ranks {axis.ranks[0]} and {axis.ranks[other]} belong to one model replica but read different first "
-        f"batches: {shown[0]} and {shown[1]} (entry {index}). The {sizes} ranks of a replica must read the same samples with the "
-        f"same augmentations. Usual causes: a sampler or IterableDataset that is split by the global rank (split it by "
+        f"batches: {shown[0]} and {shown[1]} (entry {index}). The {sizes} ranks of a replica must read the same samples with "
+        f"the same augmentations. Usual causes: a sampler or IterableDataset that is split by the global rank (split it by "
         f"strategy.dp_rank of strategy.dp_size), or a dataset that draws from a generator seeded by the rank or the time."
     )
 

@@ -1,6 +1,6 @@
 """The parity grid on CUDA over NCCL. Started by torchrun, see docs/development.md; prints one line a case.
 
-    torchrun --no-python --nproc-per-node 4 bash tests/gpu/one_gpu_ranks.sh tests/gpu/parity_grid.py [part of a layout's name]
+torchrun --no-python --nproc-per-node 4 bash tests/gpu/one_gpu_ranks.sh tests/gpu/parity_grid.py [part of a layout's name]
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from lightning_megatron.initialize import load_unsharded, materialize  # noqa: E402
-from lightning_megatron.mesh import Mesh, use_mesh  # noqa: E402
-from lightning_megatron.models import GPT, GPTConfig  # noqa: E402
-from tests.parity import harness  # noqa: E402
-from tests.parity.harness import CONFIGS, SAMPLES, SEED, Outcome, Samples, strategy_run  # noqa: E402
-from tests.parity.test_parity_grid import DTYPE, LAYOUTS, TOLERANCE  # noqa: E402
+from lightning_megatron.initialize import load_unsharded, materialize
+from lightning_megatron.mesh import Mesh, use_mesh
+from lightning_megatron.models import GPT, GPTConfig
+from tests.parity import harness
+from tests.parity.harness import CONFIGS, SAMPLES, SEED, Outcome, Samples, strategy_run
+from tests.parity.test_parity_grid import DTYPE, LAYOUTS, TOLERANCE
 
 
 def reference_on_gpu(config: GPTConfig, dtype: torch.dtype, device: torch.device) -> Outcome:
@@ -80,7 +80,8 @@ def main() -> None:
                 passed = same_start and error < tolerance["rtol"] and norm_error < 1e-5
                 failed += not passed
                 verdict = "passed" if passed else "FAILED"
-                print(f"{verdict} {name:34s} {model:10s} {precision} change {error:.1e} norm {norm_error:.1e} {same_start=}", flush=True)
+                errors = f"change {error:.1e} norm {norm_error:.1e} {same_start=}"
+                print(f"{verdict} {name:34s} {model:10s} {precision} {errors}", flush=True)
     faulthandler.cancel_dump_traceback_later()
     if rank == 0:
         print(f"{failed} failed of world size {world_size}, {SAMPLES} samples", flush=True)

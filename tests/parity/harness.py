@@ -32,7 +32,14 @@ GPT2_TIED = GPTConfig(
     **_SIZES, num_heads=4, position="learned", norm="layernorm", activation="gelu", bias=True, tied_embeddings=True
 )
 LLAMA_GQA = GPTConfig(
-    **_SIZES, num_heads=8, num_kv_heads=2, position="rope", norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False
+    **_SIZES,
+    num_heads=8,
+    num_kv_heads=2,
+    position="rope",
+    norm="rmsnorm",
+    activation="swiglu",
+    bias=False,
+    tied_embeddings=False,
 )
 CONFIGS = {"gpt2_tied": GPT2_TIED, "llama_gqa": LLAMA_GQA}
 
