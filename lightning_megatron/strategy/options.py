@@ -178,7 +178,7 @@ def check_module(module: LightningModule, parallelism: Parallelism) -> None:
 
 def _check_built_model(module: LightningModule, parallelism: Parallelism) -> None:
     """Look at what the constructor has built; the rest is looked at after ``configure_model``."""
-    model = find_pipeline_model(module)
+    model = find_pipeline_model(module) if parallelism.pp > 1 else None
     if model is not None:
         check_layers(model, parallelism)
     if parallelism.pp > 1 and not is_overridden("configure_model", module):

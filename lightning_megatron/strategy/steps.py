@@ -61,9 +61,6 @@ class SteppingStrategy(CheckpointingStrategy):
         self._steps.optimizers = [self._distributed_optimizer(optimizer) for optimizer in self.optimizers]
         self._precision.clippers = {id(d.optimizer): d for d in self._distributed}
         self._manual = None
-        if not self._module.automatic_optimization:
-            wrappers = self._lightning_optimizers
-            self._manual = ManualOptimization(self._module, self._distributed, wrappers=wrappers, mesh=self.mesh)
         self._batch_checked = False
         self._hides_gradients = _zeroes_by_hand(self._module, trainer)
 
@@ -158,6 +155,9 @@ class SteppingStrategy(CheckpointingStrategy):
     @override
     def on_train_start(self) -> None:
         self._take_metrics()
+        if not self._module.automatic_optimization:  # not in setup, after which Lightning makes its wrappers anew
+            wrappers = self._lightning_optimizers
+            self._manual = ManualOptimization(self._module, self._distributed, wrappers=wrappers, mesh=self.mesh)
 
     @override
     def on_validation_start(self) -> None:
