@@ -91,10 +91,15 @@ class MegatronPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast floating-point parameters, and buffers unless the mode is mixed, to the parameter dtype, in place."""
+        """Cast floating-point parameters, and buffers unless the mode is mixed, to the parameter dtype, in place.
+
+        In the mixed mode norms with running statistics stay as they are: statistics and parameters must be of one dtype.
+        """
         if self.precision == "32-true":
             return module
         for child in module.modules():
+            if self.precision == "bf16-mixed" and isinstance(child, nn.modules.batchnorm._NormBase):
+                continue
             for name, param in child.named_parameters(recurse=False):
                 if param.is_floating_point():
                     getattr(child, name).data = param.data.to(self.param_dtype)

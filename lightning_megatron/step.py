@@ -32,7 +32,9 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.metrics import MetricSync
 from lightning_megatron.micro_batch import MicroBatches, batch_size_of, merge_outputs, split_batch
 from lightning_megatron.optim.distributed import DistributedOptimizer
+from lightning_megatron.pipeline.capture import whole_models_seeded
 from lightning_megatron.pipeline.executor import PipelineExecutor, Step, broadcast_output, signature_of
+from lightning_megatron.pipeline.model import PipelineModel
 from lightning_megatron.pipeline.schedule import Placement, ScheduleName
 from lightning_megatron.rng import seeded_user_rng
 
@@ -148,13 +150,17 @@ class TrainingEngine:
         loss: Callable[[int, Any], Tensor | None] | None,
     ) -> Step:
         method = getattr(self._module, name)
+        whole = (
+            [child for child in self._module.modules() if isinstance(child, PipelineModel)] if self._mesh.pp.size == 1 else []
+        )
         seed_names = [(self._seed, name, *position, m, self._mesh.dp.rank) for m in range(len(batch))]
 
         def run(microbatch: int, is_last_stage: bool) -> Any:
             self._recorder.begin(microbatch, batch.sizes[microbatch], keep=is_last_stage)
             # On the rank of the last stage an earlier stage's run of the step comes on top of the one that counts.
             discard = self._metrics.discarded() if self.is_last_stage and not is_last_stage else nullcontext()
-            with discard, seeded_user_rng(self._mesh.device, *seed_names[microbatch], "step"):
+            names, device = seed_names[microbatch], self._mesh.device
+            with discard, seeded_user_rng(device, *names, "step"), whole_models_seeded(whole, device, names):
                 return method(batch[microbatch], *rest)
 
         signatures: list[Hashable] = [(name, signature_of(microbatch)) for microbatch in batch]

@@ -9,9 +9,13 @@ that was kept, not by the exception, so a bare ``except:`` is found out and name
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
+
+import torch
 
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.model import PipelineModel, StagePart, run_part
@@ -73,11 +77,7 @@ class StageRunner:
             return run_part(self._model, job.part, job.hidden, inputs, named, self._seeded(job.seed_names))
 
     def _seeded(self, names: tuple[object, ...]) -> Callable[[str], Any]:
-        def around(unit: str) -> Any:
-            seed_default_generators(self._mesh.device, derive_seed(*names, unit))
-            return _NOTHING
-
-        return around
+        return _seeding(self._mesh.device, names)
 
     def check(self, job: StageJob) -> None:
         """Say what is wrong when a step came back without having gone through the model as it must.
@@ -96,6 +96,44 @@ class StageRunner:
                 f"{where} went on after self.model(...) on pipeline stage {job.part.stage}, which is not the last. A bare "
                 f"`except:` or `except BaseException:` around the call swallowed the unwinding; catch Exception instead."
             )
+
+
+@contextmanager
+def whole_models_seeded(models: Sequence[PipelineModel], device: torch.device, names: tuple[object, ...]) -> Iterator[None]:
+    """Inside the ``with`` block models that are whole on this rank draw the random numbers that their stages would draw.
+
+    Args:
+        models: outermost first.
+        device: where they compute.
+        names: what the random numbers of this run of the user's step are seeded by.
+    """
+    calls = count()
+
+    def runner(model: PipelineModel) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        whole = StagePart(0, 1, tuple(range(len(model.layers))))
+
+        def run(inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            call = next(calls)  # the first call is the only one that a pipeline allows
+            with preserved_rng(device):
+                return run_part(model, whole, None, inputs, named, _seeding(device, (*names, call) if call else names))
+
+        return run
+
+    for model in models:
+        model._stage_runner = runner(model)
+    try:
+        yield
+    finally:
+        for model in models:
+            model._stage_runner = None
+
+
+def _seeding(device: torch.device, names: tuple[object, ...]) -> Callable[[str], Any]:
+    def around(unit: str) -> Any:
+        seed_default_generators(device, derive_seed(*names, unit))
+        return _NOTHING
+
+    return around
 
 
 class _Nothing:

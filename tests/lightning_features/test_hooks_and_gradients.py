@@ -18,12 +18,29 @@ scenario = Scenarios(
     }
 )
 TRAIN, VAL = regression_data(22, 1), regression_data(14, 2)
-HOOKS = (
-    "on_fit_start on_train_start on_train_epoch_start on_train_batch_start on_before_zero_grad on_before_backward "
-    "on_after_backward on_before_optimizer_step on_train_batch_end on_validation_model_zero_grad on_validation_start "
-    "on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end on_validation_end "
-    "on_train_epoch_end on_train_end on_fit_end on_before_batch_transfer on_after_batch_transfer"
-).split()
+HOOKS = [
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_model_zero_grad",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_fit_end",
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+]
 
 
 def recording(kind: type[Any], calls: list[str]) -> type[Any]:
