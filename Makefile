@@ -33,7 +33,7 @@ lint: $(PACKAGE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 test: lint
 	$(BIN)/python -m pytest -q $(ARGS)
