@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Literal
 
 DENSE_AXES = ("tp", "cp", "pp", "dp")
 EXPERT_AXES = ("etp", "ep", "edp")
 DEFAULT_ORDER = "tp-cp-pp-dp"
+PipelineLayout = tuple[int, ...] | Literal["auto"] | None
+"""Layers of each pipeline stage; by cost; or as even as can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +33,12 @@ class Parallelism:
         etp: tensor-parallel size inside one expert.
         sequence_parallel: cut the activations between tensor-parallel blocks along the sequence. Without effect at tp = 1.
         order: axes from the fastest-varying rank digit to the slowest, as ``"tp-cp-pp-dp"``.
+        pipeline_layout: the number of layers of each stage, ``pp * vpp`` numbers in the order of the model; ``"auto"`` to
+            split by cost; ``None`` for as even as can be.
 
     Raises:
-        ValueError: a size below 1, or an ``order`` that does not name each of tp, cp, pp, dp once.
+        ValueError: a size below 1, an ``order`` that does not name each of tp, cp, pp, dp once, or a ``pipeline_layout``
+            that has not one number for each stage.
     """
 
     tp: int = 1
@@ -43,6 +49,7 @@ class Parallelism:
     etp: int = 1
     sequence_parallel: bool = True
     order: str = DEFAULT_ORDER
+    pipeline_layout: PipelineLayout = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "vpp", "ep", "etp"):
@@ -57,6 +64,19 @@ class Parallelism:
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
                 f"vpp={self.vpp} needs pp >= 2 (pp=1 here): with one rank there is no bubble to shrink; set vpp=1."
+            )
+        if isinstance(self.pipeline_layout, tuple):
+            self._check_layout(list(self.pipeline_layout))
+
+    def _check_layout(self, counts: list[int]) -> None:
+        if wrong := [count for count in counts if not isinstance(count, int) or isinstance(count, bool) or count < 0]:
+            raise ValueError(
+                f"pipeline_layout {counts} holds {wrong[0]!r}, which is no number of layers: give whole numbers of 0 or more."
+            )
+        if len(counts) != self.num_stages:
+            raise ValueError(
+                f"pipeline_layout {counts} has {len(counts)} numbers for pp({self.pp}) * vpp({self.vpp}) = {self.num_stages} "
+                f"pipeline stages: give the number of layers of each."
             )
 
     @property
@@ -139,6 +159,9 @@ class Parallelism:
         """One line, for logs: ``tp=2 pp=2 dp=1``, axes of size 1 left out."""
         sizes = {**self._dense_sizes(world_size), "vpp": self.vpp, "ep": self.ep, "etp": self.etp}
         shown = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        layout = self.pipeline_layout
+        if layout is not None:
+            shown.append(f"pipeline_layout={layout if layout == 'auto' else ','.join(map(str, layout))}")
         return " ".join(shown) or "one rank a replica, one replica"
 
 

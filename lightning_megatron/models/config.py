@@ -10,6 +10,7 @@ from lightning_megatron.layers.attention import check_heads
 from lightning_megatron.layers.mlp import check_ffn
 from lightning_megatron.layers.rope import RopeScaling
 from lightning_megatron.parallelism import Parallelism
+from lightning_megatron.pipeline.partition import layers_of_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +150,13 @@ class GPTConfig:
         """
         check_heads(self.num_heads, self.kv_heads, parallelism.tp)
         check_ffn(self.ffn_size, parallelism.tp)
-        if self.num_layers < parallelism.num_stages:
+        if parallelism.pp > 1 and parallelism.pipeline_layout is not None:
+            layers_of_stages(self.num_layers, parallelism.num_stages, parallelism.pipeline_layout, last_cost=self.head_cost())
+        elif self.num_layers < parallelism.num_stages:
             raise ValueError(
                 f"num_layers={self.num_layers} is less than the pp({parallelism.pp}) * vpp({parallelism.vpp}) = "
-                f"{parallelism.num_stages} pipeline stages, and each needs a layer; lower pp or vpp, or add layers."
+                f"{parallelism.num_stages} pipeline stages, and each needs a layer; lower pp or vpp, or add layers; a "
+                f"pipeline_layout may have zeros."
             )
         if parallelism.cp > 1:
             raise ValueError(
@@ -179,11 +183,17 @@ class GPTConfig:
         Six for each weight that a token multiplies (head included, embedding look-up not), and causal attention at half of
         the full square: ``6 * layers * heads * head_dim * seq_len``.
         """
+        return self.num_layers * self._layer_flops(seq_len) + 6 * self.hidden_size * self.vocab_size
+
+    def head_cost(self) -> float:
+        """FLOPs of the head over those of a layer, at sequences of ``max_seq_len``. The embedding costs next to nothing."""
+        return 6 * self.hidden_size * self.vocab_size / self._layer_flops(self.max_seq_len)
+
+    def _layer_flops(self, seq_len: int) -> int:
         attn_size = self.num_heads * self.head_size
         attn = self.hidden_size * (2 * attn_size + 2 * self.kv_heads * self.head_size)
         mlp = self.hidden_size * self.ffn_size * (self._num_up_matrices + 1)
-        matmul_params = self.num_layers * (attn + mlp) + self.hidden_size * self.vocab_size
-        return 6 * matmul_params + 6 * self.num_layers * attn_size * seq_len
+        return 6 * (attn + mlp) + 6 * attn_size * seq_len
 
     @property
     def _num_up_matrices(self) -> int:

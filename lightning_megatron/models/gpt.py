@@ -76,6 +76,7 @@ class GPT(PipelineModel):
         learned = ("position_embedding",) if config.position == "learned" else ()
         self.first_modules = ("embedding", *learned, "embedding_dropout")
         self.last_modules = ("final_norm", "embedding" if config.tied_embeddings else "head")
+        self.last_cost = config.head_cost()
         if not inside_strategy():
             materialize(self, device=mesh.device, seed=torch.initial_seed() if seed is None else seed)
 

@@ -51,6 +51,9 @@ class PipelineModel(nn.Module):
     A submodule or parameter outside ``layers`` belongs to ``first``, ``last`` or both (a tied embedding), by what the
     two methods mention as ``self.NAME``, helper methods included. Where that cannot be seen from the code, list the names
     in the class attributes ``first_modules`` and ``last_modules``.
+
+    ``first_cost`` and ``last_cost`` say what ``first`` and ``last`` cost in time, in layers, to a strategy that is to split
+    by cost (``pipeline_layout="auto"``). They may be attributes of the class or of the model.
     """
 
     # `first` and `last` are declared, not defined, so that a submodule of that name serves as well as a method.
@@ -59,6 +62,8 @@ class PipelineModel(nn.Module):
     layers: nn.ModuleList
     first_modules: tuple[str, ...] | None = None
     last_modules: tuple[str, ...] | None = None
+    first_cost: float = 0.0
+    last_cost: float = 0.0
     _stage_runner: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def context(self, *inputs: Any) -> tuple[Any, ...]:

@@ -2,8 +2,61 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import accumulate
+
+from lightning_megatron.parallelism import PipelineLayout
+
+
+def parse_layout(layout: Sequence[int] | str | None) -> PipelineLayout:
+    """A layout as users write it, in its one form: the number of layers of each stage, ``"auto"`` or ``None``.
+
+    Args:
+        layout: a list with the number of layers of each stage, in the order of the model; the same as a string,
+            ``"5,8,8,7"``, where ``N*K`` stands for K stages of N layers each (``"4,7*2,4"`` is ``4,7,7,4``); ``"auto"``;
+            or ``None``.
+
+    Raises:
+        ValueError: naming the part of the string that is none of these.
+    """
+    if layout is None:
+        return None
+    if layout == "auto":
+        return "auto"
+    if not isinstance(layout, str):
+        return tuple(layout)
+    counts: list[int] = []
+    for part in layout.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:\*\s*(\d+)\s*)?", part)
+        if match is None or (match[2] is not None and int(match[2]) < 1):
+            raise ValueError(
+                f"pipeline_layout={layout!r}: {part.strip()!r} is no number of layers. Give the layers of each stage, as in "
+                f"'5,8,8,7'; 'N*K' stands for K stages of N layers, as in '4,7*2,4'; 'auto' splits by cost."
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def layers_of_stages(
+    num_layers: int, num_stages: int, layout: PipelineLayout = None, *, first_cost: float = 0.0, last_cost: float = 0.0
+) -> list[tuple[int, ...]]:
+    """Global layer indices of each stage under a parsed layout.
+
+    Args:
+        num_layers: layers of the whole model.
+        num_stages: stages of the whole pipeline, ``pp * vpp``.
+        layout: ``None`` gives every stage as near the same number as can be, and at least one; ``"auto"`` counts the
+            model's ends and may leave a stage without layers; a tuple is taken as it is.
+        first_cost: cost of what the first stage runs before its layers, in layers; for ``"auto"``.
+        last_cost: cost of what the last stage runs after its layers, in layers; for ``"auto"``.
+
+    Raises:
+        ValueError: the numbers do not fit; see ``split_layers``.
+    """
+    if layout == "auto":
+        return split_layers(num_layers, num_stages, first_weight=first_cost, last_weight=last_cost, allow_empty=True)
+    return split_layers(num_layers, num_stages, layout=layout)
 
 
 def split_layers(
@@ -46,12 +99,16 @@ def _checked(layout: Sequence[int], num_layers: int, num_stages: int) -> list[in
     counts = list(layout)
     if len(counts) != num_stages:
         raise ValueError(
-            f"layout {counts} has {len(counts)} entries for {num_stages} pipeline stages (pp * vpp): give one for each stage."
+            f"pipeline_layout {counts} has {len(counts)} entries for {num_stages} pipeline stages (pp * vpp): give one a stage."
         )
     if wrong := [count for count in counts if not isinstance(count, int) or isinstance(count, bool) or count < 0]:
-        raise ValueError(f"layout {counts} holds {wrong[0]!r}, which is no number of layers: give whole numbers of 0 or more.")
+        raise ValueError(
+            f"pipeline_layout {counts} holds {wrong[0]!r}, which is no number of layers: give whole numbers of 0 or more."
+        )
     if sum(counts) != num_layers:
-        raise ValueError(f"layout {counts} sums to {sum(counts)}, but the model has {num_layers} layers: place each once.")
+        raise ValueError(
+            f"pipeline_layout {counts} sums to {sum(counts)}, but the model has {num_layers} layers: place each once."
+        )
     return counts
 
 
@@ -62,7 +119,7 @@ def _balanced(num_layers: int, num_stages: int, first_weight: float, last_weight
     if num_layers < num_stages and not allow_empty:
         raise ValueError(
             f"{num_layers} layers cannot give each of {num_stages} pipeline stages (pp * vpp) a layer; lower pp or vpp to at "
-            f"most {num_layers} stages, or give a layout with zeros, such as {_spread(num_layers, num_stages)}."
+            f"most {num_layers} stages, or give a pipeline_layout with zeros, such as {_spread(num_layers, num_stages)}."
         )
     counts = [0 if allow_empty else 1] * num_stages
     fixed = [0.0] * num_stages

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.pipeline.model import PipelineModel
+from lightning_megatron.pipeline.partition import layers_of_stages
 from lightning_megatron.pipeline.schedule import Placement, schedule_for
 from lightning_megatron.pipeline.stage import check_pipeline_model
 
@@ -193,18 +194,22 @@ def _check_built_model(module: LightningModule, parallelism: Parallelism) -> Non
 
 
 def check_layers(model: PipelineModel, parallelism: Parallelism) -> None:
-    """Check that a pipelined model has a layer for each stage.
+    """Check that a pipelined model has a layer for each stage, or the layers that ``pipeline_layout`` gives out.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: it has not; with the numbers.
     """
     if parallelism.pp == 1 or model._stage_runner is not None:
         return
     check_pipeline_model(model, parallelism.num_stages)
-    if len(model.layers) < parallelism.num_stages:
+    num_layers, num_stages, layout = len(model.layers), parallelism.num_stages, parallelism.pipeline_layout
+    if layout is not None:
+        layers_of_stages(num_layers, num_stages, layout, first_cost=model.first_cost, last_cost=model.last_cost)
+    elif num_layers < num_stages:
         raise ValueError(
-            f"{type(model).__name__} has {len(model.layers)} layers for pp({parallelism.pp}) * vpp({parallelism.vpp}) = "
-            f"{parallelism.num_stages} pipeline stages; each stage needs at least one. Lower pp or vpp, or add layers."
+            f"{type(model).__name__} has {num_layers} layers for pp({parallelism.pp}) * vpp({parallelism.vpp}) = "
+            f"{num_stages} pipeline stages; each stage needs at least one. Lower pp or vpp, or add layers; a pipeline_layout "
+            f"may have zeros."
         )
 
 

@@ -16,7 +16,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.model import PipelineModel, StagePart
-from lightning_megatron.pipeline.partition import split_layers
+from lightning_megatron.pipeline.partition import layers_of_stages
 from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.pipeline.stage import cut_to_stages
 from lightning_megatron.sharding import has_sharding
@@ -106,7 +106,8 @@ class PreparedModule:
             return {0: StagePart(0, 1, ())}
         check_layers(model, parallelism)
         num_stages = parallelism.num_stages
-        layers = split_layers(len(model.layers), num_stages)
+        costs = {"first_cost": model.first_cost, "last_cost": model.last_cost}
+        layers = layers_of_stages(len(model.layers), num_stages, parallelism.pipeline_layout, **costs)
         stages = self.placement.stages_of(self.mesh.pp.rank)
         parts = [StagePart(stage, num_stages, tuple(layers[stage])) for stage in stages]
         first_and_last = {self.placement.rank_of(0), self.placement.rank_of(num_stages - 1)}

@@ -22,6 +22,7 @@ from lightning_megatron.mesh import DEFAULT_TIMEOUT, use_mesh
 from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizerConfig
 from lightning_megatron.parallelism import DEFAULT_ORDER, Parallelism
+from lightning_megatron.pipeline.partition import parse_layout
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.step import TrainingEngine
 from lightning_megatron.strategy.full_state import full_state_dict
@@ -49,6 +50,8 @@ class MegatronStrategy(SteppingStrategy):
         num_microbatches: micro-batches in a batch, instead of their size.
         sequence_parallel: cut activations between tensor-parallel blocks along the sequence (with ``tp > 1``).
         schedule: ``auto`` (1F1B, or interleaved with ``vpp > 1``), ``1f1b``, ``interleaved`` or ``gpipe``.
+        pipeline_layout: layers of each pipeline stage (``pp * vpp`` numbers, zeros allowed) as a list or a string,
+            ``"5,8,8,7"`` or ``"4,7*2,4"`` for 4,7,7,4; ``"auto"`` to split by cost, head included; by default evenly.
         order: axes over ranks, the fastest first.
         backend: ``torch``, or ``auto`` for the best that is there (in this version the same).
         plan: how to cut a model of plain ``nn.Linear`` layers. Only ``None`` in this version.
@@ -82,6 +85,7 @@ class MegatronStrategy(SteppingStrategy):
         num_microbatches: int | None = None,
         sequence_parallel: bool = True,
         schedule: Literal["auto", "1f1b", "interleaved", "gpipe"] = "auto",
+        pipeline_layout: list[int] | str | None = None,
         order: str = DEFAULT_ORDER,
         backend: Literal["auto", "torch"] = "auto",
         plan: dict[str, str] | None = None,
@@ -95,9 +99,9 @@ class MegatronStrategy(SteppingStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        parallelism = Parallelism(
-            tp=tp, pp=pp, cp=cp, vpp=vpp, ep=ep, etp=etp, sequence_parallel=sequence_parallel, order=order
-        )
+        layout = parse_layout(pipeline_layout)
+        sizes = {"tp": tp, "pp": pp, "cp": cp, "vpp": vpp, "ep": ep, "etp": etp}
+        parallelism = Parallelism(**sizes, sequence_parallel=sequence_parallel, order=order, pipeline_layout=layout)
         check_options(
             parallelism,
             schedule=schedule,

@@ -4,7 +4,8 @@ from itertools import combinations
 
 import pytest
 
-from lightning_megatron.pipeline.partition import split_layers
+from lightning_megatron.parallelism import Parallelism
+from lightning_megatron.pipeline.partition import layers_of_stages, parse_layout, split_layers
 
 
 def sizes(split: list[tuple[int, ...]]) -> list[int]:
@@ -92,3 +93,52 @@ def test_impossible_sizes_are_refused() -> None:
         split_layers(-1, 2)
     with pytest.raises(ValueError, match="6 layers over 0 stages"):
         split_layers(6, 0)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("5,8,8,7", (5, 8, 8, 7)),
+        ("4,7*2,4", (4, 7, 7, 4)),
+        (" 0, 3 * 2 ,0", (0, 3, 3, 0)),
+        ("8*4", (8, 8, 8, 8)),
+        ("30", (30,)),
+        ([5, 8, 8, 7], (5, 8, 8, 7)),
+        ("auto", "auto"),
+        (None, None),
+    ],
+)
+def test_a_layout_has_one_form_however_it_is_written(written: list[int] | str | None, meant: object) -> None:
+    assert parse_layout(written) == meant
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [("5,,8", "''"), ("4,-1", "'-1'"), ("4*0,2", "'4*0'"), ("even", "'even'"), ("2*3*4", r"'2*3*4'"), ("", "''")],
+)
+def test_a_layout_that_cannot_be_read_is_refused_with_its_wrong_part(written: str, named: str) -> None:
+    with pytest.raises(ValueError, match="is no number of layers") as error:
+        parse_layout(written)
+    assert f"pipeline_layout={written!r}: {named} " in str(error.value)
+
+
+def test_a_layout_without_a_number_for_each_stage_is_refused_before_the_model_is_known() -> None:
+    with pytest.raises(ValueError, match=r"\[5, 8, 7\] has 3 numbers for pp\(2\) \* vpp\(2\) = 4 pipeline stages"):
+        Parallelism(pp=2, vpp=2, pipeline_layout=(5, 8, 7))
+    with pytest.raises(ValueError, match=r"holds 2\.5"):
+        Parallelism(pp=2, pipeline_layout=(2.5, 3))  # type: ignore[arg-type]
+
+
+def test_auto_counts_the_ends_of_the_model_and_none_does_not() -> None:
+    assert sizes(layers_of_stages(14, 4, "auto", last_cost=2)) == [4, 4, 4, 2]
+    assert sizes(layers_of_stages(14, 4, None, last_cost=2)) == sizes(split_layers(14, 4)) == [3, 4, 4, 3]
+
+
+def test_auto_leaves_a_stage_without_layers_where_its_end_costs_more_than_all_others() -> None:
+    assert sizes(layers_of_stages(6, 4, "auto", last_cost=5)) == [2, 2, 2, 0]
+    assert sizes(layers_of_stages(2, 4, "auto")) == [0, 1, 1, 0]
+
+
+def test_a_layout_names_itself_when_a_run_is_described() -> None:
+    assert Parallelism(pp=2, pipeline_layout=(3, 1)).describe(2) == "pp=2 pipeline_layout=3,1"
+    assert Parallelism(pp=2, pipeline_layout="auto").describe(4) == "pp=2 dp=2 pipeline_layout=auto"
