@@ -7,6 +7,10 @@ Note [Overlap in the column backward]
 The backward needs two collectives and two GEMMs. Each collective runs beside the GEMM that does not depend on it: the
 gathering of the saved input beside the input gradient, the reduction of the input gradient beside the weight gradient.
 Only the sharded input is kept from forward to backward, which saves (1 - 1/tp) of it.
+
+Note [A weight gradient that waits]
+A pipeline schedule may want the input gradient alone at first (weight_gradients.py). The saved input is then gathered
+when the weight gradient is made, so that until then its shard is all that is kept.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from lightning_megatron.comm import all_gather, all_gather_single, reduce_from, 
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.rng import named_generator
 from lightning_megatron.sharding import Box, Init, ParamSharding, replicated, set_sharding
+from lightning_megatron.weight_gradients import now_or_later, waits
 
 
 @dataclass(frozen=True)
@@ -277,6 +282,8 @@ def _check_order(axis: Axis) -> None:
 class _ColumnLinear(torch.autograd.Function):
     """See Note [Overlap in the column backward]."""
 
+    weight_input = 1
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -292,16 +299,26 @@ class _ColumnLinear(torch.autograd.Function):
         axis, sequence_parallel = ctx.axis, ctx.sequence_parallel
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         reducing = grad_weight = grad_bias = None
+
+        def gather() -> _Pending:
+            return _start_all_gather(x, axis) if sequence_parallel else _Pending(x)
+
         with _without_autocast(grad):
-            gathering = _start_all_gather(x, axis) if needs_weight and sequence_parallel else _Pending(x)
+            rows = grad.reshape(-1, grad.shape[-1])
+            gathering = gather() if needs_weight and not waits(ctx) else None
             if needs_x:
                 grad_x = grad @ weight
-            full = gathering.wait()
+            full = None if gathering is None else gathering.wait()
             if needs_x:
                 reducing = (_start_reduce_scatter if sequence_parallel else _start_all_reduce)(grad_x, axis)
-            rows = grad.reshape(-1, grad.shape[-1])
             if needs_weight:
-                grad_weight = rows.t() @ full.reshape(-1, full.shape[-1])
+                grad_weight = now_or_later(ctx, lambda: _weight_gradient(rows, gather().wait() if full is None else full))
             if needs_bias:
                 grad_bias = rows.sum(0)
             return (None if reducing is None else reducing.wait()), grad_weight, grad_bias, None, None
+
+
+def _weight_gradient(rows: Tensor, x: Tensor) -> Tensor:
+    """``[N, out], [.., in] -> [out, in]``. See Note [A weight gradient that waits]."""
+    with _without_autocast(rows):
+        return rows.t() @ x.reshape(-1, x.shape[-1])
