@@ -9,9 +9,11 @@ brought back into the buffer before it is reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import Work
 
@@ -53,9 +55,10 @@ class GradientSlot:
         if self._hook is None:
             self.param.grad = self.view
 
-    def hide(self) -> None:
-        """Take the gradient off the parameter until ``clear`` shows it again; nothing may be reduced meanwhile."""
-        self.collect()
+    def hide(self, *, collect: bool) -> None:
+        """Take the gradient off the parameter until ``clear`` shows it again; no reduction may start meanwhile."""
+        if collect:
+            self.collect()
         if self._hook is None:
             self.param.grad = None
 
@@ -84,9 +87,17 @@ class Bucket:
         plan: the layout.
         params: the parameters by name; their ``data`` and ``grad`` become views.
         axis: the ranks that share the bucket, one shard each.
+        reduce_dtype: what gradients travel in, if not in the buffer's own dtype.
     """
 
-    def __init__(self, plan: BucketPlan, params: dict[str, nn.Parameter], *, axis: Axis) -> None:
+    def __init__(
+        self,
+        plan: BucketPlan,
+        params: dict[str, nn.Parameter],
+        *,
+        axis: Axis,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
         self.plan, self.axis = plan, axis
         self.params = [params[placement.name] for placement in plan.placements]
         dtype, device = self.params[0].dtype, self.params[0].device
@@ -95,6 +106,10 @@ class Bucket:
         self.values = torch.zeros(plan.numel, dtype=dtype, device=device)
         grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.gradients = torch.zeros(plan.numel, dtype=grad_dtype, device=device)
+        self.reduce_dtype = reduce_dtype or grad_dtype
+        self._launched = False
+        self._reduction: _Reduction | None = None
+        self._gathering: Work | None = None
         self.slots = []
         for placement, param in zip(plan.placements, self.params, strict=True):
             view = self.values[placement.start : placement.stop].view(param.shape)
@@ -108,66 +123,129 @@ class Bucket:
         start, stop = shard_range(self.plan, self.index)
         return flat[start:stop]
 
-    def launch_reduce(self) -> Work | None:
-        """Start summing the gradients over the axis into this rank's shard; wait on the handle before reading it."""
+    def launch_reduce(self) -> None:
+        """Start summing the gradients over the axis into this rank's shard, once in a step; ``wait_reduce`` ends it."""
+        if self._launched:
+            return
+        self._launched = True
         for slot in self.slots:
             slot.collect()
         if self.axis.group is None:
-            return None
-        work: Work = reduce_scatter_single(self.own(self.gradients), self.gradients, group=self.axis.group, async_op=True)
-        return work
+            return
+        if self.reduce_dtype == self.gradients.dtype:
+            own = self.own(self.gradients)
+            work: Work = reduce_scatter_single(own, self.gradients, group=self.axis.group, async_op=True)
+            self._reduction = _Reduction(work)
+            return
+        # Parts travel in the narrow dtype and are summed here in the wide one: a reduce-scatter would round at each hop.
+        sent = self.gradients.to(self.reduce_dtype)
+        received = torch.empty_like(sent)
+        exchanged = dist.all_to_all_single(received, sent, group=self.axis.group, async_op=True)
+        self._reduction = _Reduction(exchanged, sent, received.view(self.plan.num_shards, -1))
 
-    def launch_gather(self) -> Work | None:
-        """Start filling the parameter buffer from the ranks' shards; wait on the handle before using a parameter."""
-        if self.axis.group is None:
-            return None
-        work: Work = all_gather_single(self.values, self.own(self.values), group=self.axis.group, async_op=True)
-        return work
+    def wait_reduce(self) -> None:
+        """Wait until this rank's shard of the gradients is complete."""
+        reduction, self._reduction = self._reduction, None
+        if reduction is None:
+            return
+        reduction.work.wait()
+        if reduction.parts is not None:
+            own = self.own(self.gradients)
+            torch.sum(reduction.parts, dim=0, dtype=own.dtype, out=own)
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction has been launched and not been waited for."""
+        return self._reduction is not None
+
+    def launch_gather(self) -> None:
+        """Start filling the parameter buffer from the ranks' shards; ``wait_gather`` before using a parameter."""
+        if self.axis.group is not None:
+            self._gathering = all_gather_single(self.values, self.own(self.values), group=self.axis.group, async_op=True)
+
+    def wait_gather(self) -> None:
+        """Wait until the parameters hold the gathered values."""
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            gathering.wait()
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether parameters are in flight."""
+        return self._gathering is not None
 
     def zero(self) -> None:
-        """Zero the gradients."""
+        """Zero the gradients and begin a new step."""
+        self.wait_reduce()
+        self._launched = False
         self.gradients.zero_()
+        for slot in self.slots:
+            slot.clear()
+
+    def hide(self) -> None:
+        """Take the gradients off the parameters until ``show``."""
+        for slot in self.slots:
+            slot.hide(collect=not self._launched)
+
+    def show(self) -> None:
+        """Undo ``hide``."""
         for slot in self.slots:
             slot.clear()
 
     def release(self) -> None:
         """Detach the parameters from the gradient buffer; their values stay where they are."""
+        self.wait_reduce()
+        self.wait_gather()
         for slot in self.slots:
             slot.release()
 
 
-def build_buckets(named: Sequence[tuple[str, nn.Parameter]], *, mesh: Mesh, bucket_numel: int) -> list[Bucket]:
+@dataclass
+class _Reduction:
+    """A collective in flight and what it works on: ``parts`` is ``[ranks, numel / ranks]``, to be summed."""
+
+    work: Work
+    sent: Tensor | None = None
+    parts: Tensor | None = None
+
+
+def build_buckets(
+    named: Sequence[tuple[str, nn.Parameter]],
+    *,
+    mesh: Mesh,
+    bucket_numel: int,
+    stages: Mapping[nn.Parameter, tuple[int, ...]],
+    reduce_dtype: torch.dtype | None = None,
+) -> list[Bucket]:
     """Lay parameters out: dense ones sharded over ``mesh.dp_cp``, experts over ``mesh["edp"]``.
 
     Args:
         named: the trainable parameters in the order of the model's definition.
         mesh: the running layout.
         bucket_numel: elements after which a bucket is closed.
+        stages: the pipeline stages that use a parameter, where there are several on this rank.
+        reduce_dtype: what gradients of fp32 buffers travel in.
 
     Raises:
         ValueError: a parameter that is not floating point.
     """
-    slots = [_slot(name, param) for name, param in named]
+    slots = [_slot(name, param, stages.get(param, ())) for name, param in named]
     buckets = []
     for axis, expert in ((mesh.dp_cp, False), (mesh["edp"], True)):
         mine = [slot for slot in slots if slot.expert is expert]
-        plans = plan_buckets(mine, bucket_numel=bucket_numel, num_shards=axis.size)
-        buckets += [Bucket(plan, dict(named), axis=axis) for plan in plans]
-    return buckets
+        for plan in plan_buckets(mine, bucket_numel=bucket_numel, num_shards=axis.size):
+            narrow = reduce_dtype if plan.dtype_key != str(torch.float64) else None
+            buckets.append(Bucket(plan, dict(named), axis=axis, reduce_dtype=narrow))
+    # In the order in which a backward fills them: experts among the dense ones around them.
+    order = {name: index for index, (name, _) in enumerate(named)}
+    return sorted(buckets, key=lambda bucket: -order[bucket.plan.placements[-1].name])
 
 
-def _slot(name: str, param: nn.Parameter) -> ParamSlot:
+def _slot(name: str, param: nn.Parameter, stages: tuple[int, ...]) -> ParamSlot:
     if param.dtype not in (*SIXTEEN_BIT, torch.float32, torch.float64):
         raise ValueError(
             f"parameter {name!r} has dtype {param.dtype}; the distributed optimizer trains bfloat16, float16, float32 and "
             f"float64. Convert it, or set requires_grad=False."
         )
     sharding = sharding_of(param)
-    return ParamSlot(name, param.numel(), str(param.dtype), sharding.expert, sharding.tied)
-
-
-def wait_all(handles: Iterable[Work | None]) -> None:
-    """Wait on launched collectives; ``None`` stands for one that had nothing to do."""
-    for handle in handles:
-        if handle is not None:
-            handle.wait()
+    return ParamSlot(name, param.numel(), str(param.dtype), sharding.expert, sharding.tied, stages)

@@ -3,56 +3,36 @@
 One optimizer step, in order::
 
     backward passes            # autograd adds into the flat gradient buffers
-    reduce_gradients()         # reduce-scatter over data-parallel ranks, then the sums that sharding asks for
+                               # and buckets that are full are reduced over data-parallel ranks beside the last one
+    reduce_gradients()         # the rest of the reduction, then the sums that sharding asks for
     finish_gradients(...)      # norm and token count in one all-reduce, normalisation
     clip_by_norm(...)          # optional
     optimizer.step()           # any elementwise optimizer, on the shards
-    update_parameters()        # main -> 16-bit, all-gather, gradients zeroed
+    update_parameters()        # main -> 16-bit, all-gather (beside the next forward), gradients zeroed
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.comm import all_reduce
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.optim.buffers import SIXTEEN_BIT, Bucket, build_buckets, wait_all
+from lightning_megatron.optim.arrivals import Arrivals
+from lightning_megatron.optim.buffers import SIXTEEN_BIT, Bucket, build_buckets
+from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.optim.elementwise import check_elementwise, install_shards, trainable_parameters
+from lightning_megatron.optim.guard import ParameterGuard, wait_in_forwards
 from lightning_megatron.optim.layout import overlap, shard_range
 from lightning_megatron.optim.norm import clamp, counted_ranges, divide, scale_by_norm, sum_of_squares
 from lightning_megatron.optim.reduction import check_agreement, plan_sums
 from lightning_megatron.optim.shards import Shard, by_dtype
 from lightning_megatron.sharding import sharding_of
 
-_BYTES_PER_GRADIENT = 4
-
-
-@dataclass(frozen=True)
-class DistributedOptimizerConfig:
-    """How gradients are laid out.
-
-    Args:
-        bucket_mb: size of gradients (MiB of fp32) after which a bucket is closed. Smaller ones start earlier, larger ones
-            use the network better.
-
-    Raises:
-        ValueError: a size of 0 or less.
-    """
-
-    bucket_mb: float = 128.0
-
-    def __post_init__(self) -> None:
-        if not self.bucket_mb > 0:
-            raise ValueError(f"bucket_mb={self.bucket_mb} must be more than 0; 128 is a good start.")
-
-    @property
-    def bucket_numel(self) -> int:
-        """Elements after which a bucket is closed."""
-        return max(1, int(self.bucket_mb * 2**20 / _BYTES_PER_GRADIENT))
+__all__ = ["DistributedOptimizer", "DistributedOptimizerConfig"]
 
 
 class DistributedOptimizer:
@@ -68,8 +48,10 @@ class DistributedOptimizer:
         optimizer: any optimizer whose update is elementwise.
         named_parameters: all parameters of this rank's part of the model, by global name, in the order of definition.
         mesh: the running layout: dense parameters are sharded over ``dp_cp``, experts over ``edp``.
-        config: bucket sizes.
+        config: bucket sizes and what is overlapped.
         main_params: keep fp32 copies of 16-bit parameters and update those; otherwise the 16-bit values are updated.
+        stages: the parameters of each pipeline stage on this rank, as ``last_backward`` and ``backward_done`` name them. By
+            default there is one stage, 0.
 
     Attributes:
         optimizer: the optimizer that was given.
@@ -87,18 +69,30 @@ class DistributedOptimizer:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         *,
         mesh: Mesh,
-        config: DistributedOptimizerConfig = DistributedOptimizerConfig(),
+        config: DistributedOptimizerConfig | None = None,
         main_params: bool = True,
+        stages: Mapping[int, Sequence[nn.Parameter]] | None = None,
     ) -> None:
         check_elementwise(optimizer)
         trainable = trainable_parameters(optimizer, named_parameters)
+        self._config = config = config or DistributedOptimizerConfig()
         self.optimizer, self.mesh = optimizer, mesh
         self.shards: list[Shard] = []
         self.grad_norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._gradients: list[Tensor] = []  # each shard's range of the gradient buffer
         self._values: list[Tensor] = []  # each shard's range of the parameter buffer
-        self._buckets = build_buckets(trainable, mesh=mesh, bucket_numel=config.bucket_numel)
+        stages = stages if stages is not None else {0: [param for _, param in trainable]}
+        self._buckets = build_buckets(
+            trainable,
+            mesh=mesh,
+            bucket_numel=config.bucket_numel,
+            stages=_stages_of(stages),
+            reduce_dtype=torch.bfloat16 if config.grad_reduce_dtype == "bf16" else None,
+        )
         names = {param: name for name, param in trainable}
+        self._arrivals = Arrivals(self._buckets, names, stages=stages, mesh=mesh, overlap=config.overlap_grad_reduce)
+        self._guard = ParameterGuard(self._buckets)
+        self._forward_hooks: list[RemovableHandle] = []
         for bucket in self._buckets:
             self._cut(bucket, names, main_params=main_params)
         self._sums = plan_sums(self.shards, self._gradients, mesh=mesh)
@@ -124,13 +118,29 @@ class DistributedOptimizer:
             self._values.append(view)
             self._gradients.append(gradients[shared.shard_start : shared.shard_stop])
 
+    def last_backward(self, stage: int = 0) -> None:
+        """Say that the backward which begins now is the stage's last of this step: buckets are reduced as it fills them.
+
+        Nothing needs to be said: ``reduce_gradients`` reduces what has not been. After ``last_backward`` an earlier gradient
+        of the stage must not arrive any more.
+        """
+        self._arrivals.last_backward(stage)
+
+    def backward_done(self, stage: int = 0) -> None:
+        """Say that the stage's parameters get no more gradients in this step: their buckets are reduced from now on.
+
+        With overlap on, every rank says it at the same point of its program, also one whose backward was left out.
+        """
+        self._arrivals.backward_done(stage)
+
     def reduce_gradients(self) -> None:
         """Sum the gradients over the ranks that saw other tokens, and where sharding says so over other axes.
 
         Afterwards this rank's shards hold the sums. Every rank of the world calls it, after its last backward of the step.
         """
-        reductions = [bucket.launch_reduce() for bucket in self._buckets]
-        wait_all(reductions)
+        self._arrivals.all_done()
+        for bucket in self._buckets:
+            bucket.wait_reduce()
         for one in self._sums:
             one.run()
 
@@ -168,18 +178,36 @@ class DistributedOptimizer:
         return [shard.main.grad for shard in self.shards if shard.main.grad is not None]
 
     def update_parameters(self) -> None:
-        """After ``optimizer.step()``: give every rank the new parameters and clear the gradients."""
-        copies = self._copies()
-        for mains, values in copies:
+        """After ``optimizer.step()``: send every rank the new parameters and clear the gradients.
+
+        With ``overlap_param_gather`` the parameters are on their way when it returns; whatever reads one waits for it.
+        """
+        self.wait_parameters()  # of the step before, if nothing has read them
+        for mains, values in self._copies():
             torch._foreach_copy_(values, mains)
-        gathers = [bucket.launch_gather() for bucket in self._buckets]
+        for bucket in reversed(self._buckets):  # in the order in which a forward wants them
+            bucket.launch_gather()
         self.zero_gradients()
-        wait_all(gathers)
+        if self._config.overlap_param_gather:
+            self._guard.start()
+        else:
+            self.wait_parameters()
+
+    def wait_parameters(self) -> None:
+        """Wait until the model's parameters hold what the last ``update_parameters`` has sent."""
+        for bucket in reversed(self._buckets):
+            bucket.wait_gather()
+        ParameterGuard.release()
+
+    def wait_in_forwards(self, module: nn.Module) -> None:
+        """Make the forward of each submodule wait for its own parameters. Without it, ``wait_parameters`` before a forward."""
+        self._forward_hooks += wait_in_forwards(module, self._buckets)
 
     def zero_gradients(self) -> None:
         """Clear the gradient buffers and the shards' ``grad``, for example after a step that is skipped."""
         for bucket in self._buckets:
             bucket.zero()
+        self._arrivals.reset()
         for shard in self.shards:
             shard.main.grad = None
 
@@ -191,17 +219,16 @@ class DistributedOptimizer:
     def hide_gradients(self) -> None:
         """Make ``grad`` of the parameters ``None``, for code that would zero it, until ``show_gradients``."""
         for bucket in self._buckets:
-            for slot in bucket.slots:
-                slot.hide()
+            bucket.hide()
 
     def show_gradients(self) -> None:
         """Undo ``hide_gradients``."""
         for bucket in self._buckets:
-            for slot in bucket.slots:
-                slot.clear()
+            bucket.show()
 
     def refresh_main(self) -> None:
         """Read the main shards from the parameters again, after weights were loaded into the parameters alone."""
+        self.wait_parameters()
         for mains, values in self._copies():
             torch._foreach_copy_(mains, values)
 
@@ -222,8 +249,20 @@ class DistributedOptimizer:
 
         The optimizer keeps its shards. The parameters can be laid out anew for another optimizer.
         """
+        self.wait_parameters()
         for bucket in self._buckets:
             bucket.release()
+        self._arrivals.close()
+        for hook in self._forward_hooks:
+            hook.remove()
         for shard in self.shards:
             shard.main.grad = None
-        self._buckets, self._sums, self._counted, self._gradients = [], [], [], []
+        self._buckets, self._sums, self._counted, self._gradients, self._forward_hooks = [], [], [], [], []
+
+
+def _stages_of(stages: Mapping[int, Sequence[nn.Parameter]]) -> dict[nn.Parameter, tuple[int, ...]]:
+    found: dict[nn.Parameter, tuple[int, ...]] = {}
+    for stage in sorted(stages):
+        for param in stages[stage]:
+            found[param] = (*found.get(param, ()), stage)
+    return found

@@ -16,6 +16,7 @@ class ParamSlot:
         dtype_key: parameters with different keys never share a bucket.
         expert: an expert's parameter: it is sharded over another axis, so it gets other buckets.
         tied: held by the first and the last stage: it gets a bucket of its own, so that both cut it alike.
+        stages: the pipeline stages of this rank that use it; stages share no bucket, as they end at different times.
     """
 
     name: str
@@ -23,6 +24,7 @@ class ParamSlot:
     dtype_key: str
     expert: bool = False
     tied: bool = False
+    stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,10 @@ def plan_buckets(params: Sequence[ParamSlot], *, bucket_numel: int, num_shards: 
     for name, value in (("bucket_numel", bucket_numel), ("num_shards", num_shards), ("alignment", alignment)):
         if value < 1:
             raise ValueError(f"{name}={value} must be 1 or more.")
-    open_buckets: dict[tuple[str, bool, bool], list[Placement]] = {}
+    open_buckets: dict[_Key, list[Placement]] = {}
     plans = []
     for slot in reversed(params):
-        key = (slot.dtype_key, slot.expert, slot.tied)
+        key = (slot.dtype_key, slot.expert, slot.tied, slot.stages)
         placements = open_buckets.pop(key, [])  # popped and put back, so that the dict is ordered by the last addition
         start = _round_up(placements[-1].stop, alignment) if placements else 0
         placements.append(Placement(slot.name, start, start + slot.numel))
@@ -104,8 +106,11 @@ def overlap(placement: Placement, shard: tuple[int, int]) -> Overlap | None:
     return Overlap(start - placement.start, stop - placement.start, start - shard[0], stop - shard[0])
 
 
-def _close(key: tuple[str, bool, bool], placements: list[Placement], *, num_shards: int, alignment: int) -> BucketPlan:
-    dtype_key, expert, tied = key
+_Key = tuple[str, bool, bool, tuple[int, ...]]
+
+
+def _close(key: _Key, placements: list[Placement], *, num_shards: int, alignment: int) -> BucketPlan:
+    dtype_key, expert, tied, _ = key
     # At least one aligned block for each shard: some backends reject collectives on empty tensors.
     numel = _round_up(max(placements[-1].stop, 1), num_shards * alignment)
     return BucketPlan(dtype_key, expert, tied, tuple(placements), numel, num_shards)

@@ -73,6 +73,8 @@ class Case:
     clip_norm: float | None = None
     clip_value: float | None = None
     backwards: int = 1
+    overlap: bool = True
+    steps: int = STEPS
 
 
 def groups(net: nn.Module) -> list[dict[str, Any]]:
@@ -96,7 +98,7 @@ def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def reference(case: Case, replicas: int) -> tuple[dict[str, Tensor], list[float]]:
     net = Net(case.dtype)
     optimizer, norms = OPTIMIZERS[case.optimizer](groups(net)), []
-    for step in range(STEPS):
+    for step in range(case.steps):
         optimizer.zero_grad()
         count = replicas * case.backwards
         losses = [loss_of(net, *batch(step, r, b, case.dtype)) for r in range(replicas) for b in range(case.backwards)]
@@ -113,14 +115,19 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     mesh = Mesh.create(Parallelism(), device=torch.device("cpu"))
     net = Net(case.dtype)
     optimizer = OPTIMIZERS[case.optimizer](groups(net))
-    sharded = DistributedOptimizer(
-        optimizer, net.named_parameters(), mesh=mesh, config=DistributedOptimizerConfig(bucket_mb=case.bucket_mb)
+    config = DistributedOptimizerConfig(
+        bucket_mb=case.bucket_mb, overlap_grad_reduce=case.overlap, overlap_param_gather=case.overlap
     )
+    sharded = DistributedOptimizer(optimizer, net.named_parameters(), mesh=mesh, config=config)
+    sharded.wait_in_forwards(net)
     norms = []
-    for step in range(STEPS):
+    for step in range(case.steps):
         for backward in range(case.backwards):
             loss = loss_of(net, *batch(step, mesh.dp.rank, backward, case.dtype))
+            if backward == case.backwards - 1:
+                sharded.last_backward()
             (loss / (mesh.dp.size * case.backwards)).backward()
+        sharded.backward_done()
         sharded.reduce_gradients()
         sharded.finish_gradients(num_tokens=None)
         norms.append(sharded.grad_norm.item())
@@ -130,6 +137,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[float]]:
             sharded.clip_by_value(case.clip_value)
         optimizer.step()
         sharded.update_parameters()
+    sharded.wait_parameters()
     replicas = all_gather_object({name: tensor.clone() for name, tensor in net.state_dict().items()}, mesh.world)
     assert all(torch.equal(replica[name], replicas[0][name]) for replica in replicas for name in replica)
     return replicas[0], norms
@@ -157,6 +165,13 @@ def test_the_number_of_replicas_does_not_matter(optimizer: str, replicas: int) -
 @pytest.mark.parametrize("bucket_mb", [1e-9, 130 * 4 / 2**20, 128.0])
 def test_the_bucket_size_does_not_matter(bucket_mb: float) -> None:
     check(Case("momentum", bucket_mb=bucket_mb), replicas=3)
+
+
+@pytest.mark.parametrize("bucket_mb", [1e-9, TINY, 130 * 4 / 2**20, 128.0])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw-foreach", "adagrad", "user"])
+def test_overlap_and_bucket_size_change_nothing_in_five_clipped_steps(optimizer: str, overlap: bool, bucket_mb: float) -> None:
+    check(Case(optimizer, bucket_mb=bucket_mb, overlap=overlap, clip_norm=0.05, backwards=2, steps=5), replicas=2)
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw-foreach"])

@@ -212,7 +212,7 @@ def test_autograd_accumulates_into_the_flat_buffer_without_another_tensor() -> N
 
 def test_zeroed_gradients_leave_nothing_of_a_skipped_step() -> None:
     (param,) = ones(2)
-    sharded = make([param])
+    sharded = make([param], config=DistributedOptimizerConfig(nonfinite="ignore"))
     param.sum().mul(torch.inf).backward()
     sharded.reduce_gradients()
     sharded.finish_gradients(num_tokens=None)
@@ -267,7 +267,7 @@ def test_a_bucket_size_of_nothing_is_refused() -> None:
 
 def test_nothing_reads_a_value_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     (param,) = ones(2)
-    sharded = make([param])
+    sharded = make([param], config=DistributedOptimizerConfig(nonfinite="ignore"))
     param.sum().backward()
 
     def forbidden(self: Tensor) -> Any:

@@ -1,0 +1,83 @@
+"""From gradients that arrive during a backward to reductions that start: see Note [When a gradient is final]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.optim.buffers import Bucket
+from lightning_megatron.optim.readiness import Readiness, StageOrder
+
+
+class Arrivals:
+    """Launches the reduction of buckets when their gradients are final.
+
+    Args:
+        buckets: in the order in which they are launched.
+        names: of the parameters, for messages.
+        stages: the parameters of each pipeline stage on this rank.
+        mesh: for messages.
+        overlap: launch during backwards; otherwise everything is launched by ``all_done``.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        names: Mapping[nn.Parameter, str],
+        *,
+        stages: Mapping[int, Sequence[nn.Parameter]],
+        mesh: Mesh,
+        overlap: bool,
+    ) -> None:
+        self._buckets, self._mesh, self._overlap = buckets, mesh, overlap
+        params = [param for bucket in buckets for param in bucket.params]
+        self._names = [names[param] for param in params]
+        self._bucket_of = [bucket for bucket in buckets for _ in bucket.params]
+        index = {param: position for position, param in enumerate(params)}
+        self._readiness = Readiness([[index[param] for param in bucket.params] for bucket in buckets])
+        held = {stage: [index[param] for param in members if param in index] for stage, members in stages.items()}
+        self._stages = StageOrder(held)
+        self._hooks = []
+        if overlap:
+            self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(params)]  # type: ignore[no-untyped-call]
+
+    def last_backward(self, stage: int) -> None:
+        """The stage's last backward of the step begins."""
+        self._readiness.arm(self._stages.begin(stage))
+
+    def backward_done(self, stage: int) -> None:
+        """The stage's last backward of the step has ended, or is left out."""
+        if self._overlap:
+            self._launch(self._readiness.finish(self._stages.end(stage)))
+
+    def all_done(self) -> None:
+        """No more gradients come; launch what is left."""
+        self._launch(self._readiness.finish_all())
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self._readiness.reset()
+        self._stages.reset()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _launch(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._buckets[index].launch_reduce()
+
+    def _hook(self, param: int) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            if self._readiness.is_launched(param) and self._bucket_of[param].is_reducing:
+                raise RuntimeError(
+                    f"{self._mesh.coordinate} a gradient of {self._names[param]!r} arrived after its bucket had been "
+                    f"sent to be reduced: the last backward of this step reached it more often than in the steps before. Set "
+                    f"DistributedOptimizerConfig(overlap_grad_reduce=False) for a model whose use of parameters changes."
+                )
+            self._launch(self._readiness.arrived(param))
+
+        return arrived

@@ -1,0 +1,48 @@
+"""``DistributedOptimizerConfig``: how gradients and main parameters are laid out, reduced and kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+_BYTES_PER_GRADIENT = 4
+
+GradReduceDtype = Literal["fp32", "bf16"]
+NonFinitePolicy = Literal["raise", "skip", "ignore"]
+
+
+@dataclass(frozen=True)
+class DistributedOptimizerConfig:
+    """How gradients are laid out and reduced, and what the optimizer updates.
+
+    Args:
+        bucket_mb: size of gradients (MiB of fp32) after which a bucket is closed. Smaller ones start earlier, larger ones
+            use the network better.
+        overlap_grad_reduce: reduce a bucket as soon as its last gradient of the step has arrived, beside the backward.
+        overlap_param_gather: gather the new parameters beside the next forward, which waits for each bucket where it is used.
+        grad_reduce_dtype: what gradients travel in. ``bf16`` halves the traffic; the ranks' parts are summed in fp32.
+        nonfinite: what to do about a gradient that is not finite: ``raise`` (the message names the first parameter and where
+            it lies), ``skip`` the step and count it, or ``ignore`` it. All but ``ignore`` make the host wait for the gradient
+            norm once in a step. With a loss scale a step with an overflow is always skipped.
+
+    Raises:
+        ValueError: a value that is not possible, by name.
+    """
+
+    bucket_mb: float = 128.0
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    grad_reduce_dtype: GradReduceDtype = "fp32"
+    nonfinite: NonFinitePolicy = "raise"
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb={self.bucket_mb} must be more than 0; 128 is a good start.")
+        for name, choices in (("grad_reduce_dtype", GradReduceDtype), ("nonfinite", NonFinitePolicy)):
+            if (value := getattr(self, name)) not in get_args(choices):
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, get_args(choices)))}.")
+
+    @property
+    def bucket_numel(self) -> int:
+        """Elements after which a bucket is closed."""
+        return max(1, int(self.bucket_mb * 2**20 / _BYTES_PER_GRADIENT))
