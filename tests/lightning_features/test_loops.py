@@ -14,7 +14,6 @@ from tests.lightning_features.harness import History, Regression, Run, Scenarios
 scenario = Scenarios(
     {
         "pp2": (2, {"pp": 2, "micro_batch_size": 3}),
-        "dp2": (2, {}),
         "pp2 vpp2 dp2": (4, {"pp": 2, "vpp": 2, "micro_batch_size": 1}),
     }
 )

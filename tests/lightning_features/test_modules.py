@@ -204,13 +204,13 @@ def test_a_regression_on_fp32_inputs_trains_in_16_bit_as_in_32(norm: bool, tmp_p
     def run_it(run: Run) -> Any:
         outcomes = {}
         for precision in ("32-true", "bf16-mixed", "bf16-true"):
-            module, loader = Regression(lr=0.03, batch_norm=norm), run.loader(TRAIN, 8)
-            summary = run.fit(module, loader, loader, max_epochs=6, precision=precision)
+            module, loader = Regression(lr=0.03, batch_norm=norm), run.loader(regression_data(32, 1), 16)
+            summary = run.fit(module, loader, loader, max_epochs=4, precision=precision)
             losses = [epoch["val_loss"] for epoch in summary["evaluated"]]
             outcomes[precision] = losses, {param.dtype for param in module.model.layers.parameters()}
         return outcomes
 
-    layouts = [(1, {}), (2, {"pp": 2, "micro_batch_size": 4})]
+    layouts = [(1, {}), (2, {"pp": 2, "micro_batch_size": 8})]
     for outcomes in (rank for size, layout in layouts for rank in on_ranks(run_it, size, tmp_path, **layout)):
         expected, _ = outcomes.pop("32-true")
         assert expected[-1] < expected[0]

@@ -120,10 +120,15 @@ def behaviour(run: Run, kind: type[Classifier]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", [Classifier, BuiltLate])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_ordinary_module_behaves_as_on_one_process(layout: str, kind: type[Classifier], tmp_path: Any) -> None:
-    expected = one_process(lambda run: behaviour(run, kind), tmp_path)
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: Any) -> dict[str, Any]:
+    return one_process(lambda run: behaviour(run, Classifier), tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize(("layout", "kind"), [*((layout, Classifier) for layout in LAYOUTS), ("pp2 vpp2 dp2", BuiltLate)])
+def test_an_ordinary_module_behaves_as_on_one_process(
+    layout: str, kind: type[Classifier], expected: dict[str, Any], tmp_path: Any
+) -> None:
     assert 3 < expected["stopped"][0] < 20
     assert len({*expected["lrs"]}) > 2
     world_size, options = LAYOUTS[layout]
