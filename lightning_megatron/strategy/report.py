@@ -43,7 +43,9 @@ def _describe(part: object) -> str:
     assert isinstance(part, StagePart)
     if part.num_stages == 1:
         return "whole model"
-    units = ["first"] * part.is_first + ([f"layers {part.layers[0]}-{part.layers[-1]}"] if part.layers else [])
+    first, last = (part.layers[0], part.layers[-1]) if part.layers else (0, -1)
+    layers = [f"layers {first}-{last}"] if last > first else [f"layer {first}"] * len(part.layers)
+    units = ["first"] * part.is_first + layers
     return f"{part.stage}: {', '.join(units + ['last'] * part.is_last) or 'no layers'}"
 
 
