@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
@@ -167,6 +167,46 @@ def ownership(model: PipelineModel) -> Ownership:
             )
         shared |= {name}
     return Ownership(first, last, shared - first - last)
+
+
+def check_sharing(model: PipelineModel, owned: Ownership, *, ranks: Sequence[int], ends: tuple[int, int]) -> None:
+    """Check that a parameter which stands in several places of a model would not be cut into copies that drift apart.
+
+    Both ends may share one (it is tied, gradients are summed), and so may what is on one rank.
+
+    Args:
+        model: the whole model.
+        owned: which members belong to which end.
+        ranks: pipeline rank of each layer.
+        ends: pipeline ranks of the first and the last stage.
+
+    Raises:
+        ValueError: naming both places and their ranks.
+    """
+    places = [(f"layers.{index}", layer, rank) for index, (layer, rank) in enumerate(zip(model.layers, ranks, strict=True))]
+    seen: dict[int, tuple[str, int]] = {}
+    for prefix, layer, rank in places:
+        for name, param in layer.named_parameters(prefix):
+            _check_place(model, seen.setdefault(id(param), (name, rank)), (name, rank))
+    for names, rank in ((owned.first, ends[0]), (owned.last, ends[1])):
+        for member in (getattr(model, name) for name in sorted(names)):
+            for param in [member] if isinstance(member, nn.Parameter) else member.parameters() if member is not None else []:
+                if id(param) in seen:
+                    _check_place(model, seen[id(param)], (_name_of(model, param, outside="layers"), rank))
+
+
+def _check_place(model: PipelineModel, first: tuple[str, int], second: tuple[str, int]) -> None:
+    if first[1] != second[1]:
+        raise ValueError(
+            f"{type(model).__name__}.{second[0]} and .{first[0]} are one parameter, but pipeline ranks {second[1]} and "
+            f"{first[1]} would each train a copy of their own. Only first() and last() may share a parameter across ranks: "
+            f"give each place its own, or choose a pipeline_layout that puts both on one rank."
+        )
+
+
+def _name_of(model: PipelineModel, wanted: nn.Parameter, *, outside: str) -> str:
+    names = (name for name, param in model.named_parameters(remove_duplicate=False) if param is wanted)
+    return next(name for name in names if not name.startswith(f"{outside}."))
 
 
 def _mentioned(model: PipelineModel, method: str) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.parallelism import Parallelism
-from lightning_megatron.pipeline.model import PipelineModel
+from lightning_megatron.pipeline.model import PipelineModel, check_sharing
 from lightning_megatron.pipeline.partition import layers_of_stages
 from lightning_megatron.pipeline.schedule import Placement, schedule_for
 from lightning_megatron.pipeline.stage import check_pipeline_model
@@ -196,21 +197,26 @@ def _check_built_model(module: LightningModule, parallelism: Parallelism) -> Non
 def check_layers(model: PipelineModel, parallelism: Parallelism) -> None:
     """Check that a pipelined model has a layer for each stage, or the layers that ``pipeline_layout`` gives out.
 
+    A parameter that several layers share must be on one rank.
+
     Raises:
         ValueError: it has not; with the numbers.
     """
     if parallelism.pp == 1 or model._stage_runner is not None:
         return
-    check_pipeline_model(model, parallelism.num_stages)
+    owned = check_pipeline_model(model, parallelism.num_stages)
     num_layers, num_stages, layout = len(model.layers), parallelism.num_stages, parallelism.pipeline_layout
-    if layout is not None:
-        layers_of_stages(num_layers, num_stages, layout, first_cost=model.first_cost, last_cost=model.last_cost)
-    elif num_layers < num_stages:
+    if layout is None and num_layers < num_stages:
         raise ValueError(
             f"{type(model).__name__} has {num_layers} layers for pp({parallelism.pp}) * vpp({parallelism.vpp}) = "
             f"{num_stages} pipeline stages; each stage needs at least one. Lower pp or vpp, or add layers; a pipeline_layout "
             f"may have zeros."
         )
+    layers = layers_of_stages(num_layers, num_stages, layout, first_cost=model.first_cost, last_cost=model.last_cost)
+    places = product(range(parallelism.pp), range(parallelism.vpp))
+    rank_of = {parallelism.stage_of(rank, local): rank for rank, local in places}
+    ranks = [rank_of[stage] for stage, held in enumerate(layers) for _ in held]
+    check_sharing(model, owned, ranks=ranks, ends=(rank_of[0], rank_of[num_stages - 1]))
 
 
 def check_trainer(trainer: Trainer, parallelism: Parallelism) -> None:

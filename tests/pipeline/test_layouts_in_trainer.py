@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models import GPTConfig, GPTModule
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.pipeline.model import PipelineModel
 from lightning_megatron.pipeline.partition import layers_of_stages
 from lightning_megatron.strategy.options import check_module
 from lightning_megatron.testing import run_distributed
@@ -72,6 +74,61 @@ def test_a_layout_that_does_not_fit_is_refused_before_any_process_starts(options
 def test_fewer_layers_than_stages_are_legal_when_the_layout_says_so() -> None:
     for layout in ([1, 1, 1, 0, 0, 0, 0, 1], "0*4,1*4", "auto"):
         check_module(GPTModule(CONFIGS["gpt2_tied"]), MegatronStrategy(pp=8, pipeline_layout=layout).parallelism)
+
+
+class Shares(PipelineModel):
+    """Four layers of which two hold one weight; or the head holds that of a layer."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__()
+        self.inlet, self.outlet = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+        self.get_submodule(other).weight = self.get_submodule(one).weight
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inlet(x)
+
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.outlet(hidden)
+
+
+class Holder(L.LightningModule):
+    def __init__(self, model: PipelineModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.model(batch).sum()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "options"),
+    [
+        ("layers.0", "layers.3", {"pp": 2}),
+        ("layers.0", "layers.1", {"pp": 2, "vpp": 2}),
+        ("layers.0", "outlet", {"pp": 2}),
+        ("layers.3", "inlet", {"pp": 2}),
+    ],
+)
+def test_a_weight_that_two_ranks_would_train_apart_is_refused(one: str, other: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="are one parameter, but pipeline ranks") as error:
+        check_module(Holder(Shares(one, other)), MegatronStrategy(**options).parallelism)
+    assert f".{one}.weight" in str(error.value)
+    assert f".{other}.weight" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "options"),
+    [
+        ("layers.0", "layers.1", {"pp": 2}),
+        ("layers.0", "layers.2", {"pp": 2, "vpp": 2}),
+        ("layers.3", "outlet", {"pp": 2}),
+        ("layers.0", "layers.3", {"pp": 2, "pipeline_layout": [4, 0]}),
+        ("inlet", "outlet", {"pp": 4}),
+    ],
+)
+def test_a_weight_may_be_shared_on_one_rank_and_by_the_ends(one: str, other: str, options: dict[str, Any]) -> None:
+    check_module(Holder(Shares(one, other)), MegatronStrategy(**options).parallelism)
 
 
 @pytest.mark.parametrize(
