@@ -58,8 +58,9 @@ class Mesh:
 
     Axes by name: ``tp``, ``cp``, ``pp``, ``dp``, ``dp_cp`` (gradients of dense parameters are reduced over it), ``etp``,
     ``ep``, ``edp`` (the same for experts), ``replica`` (the ranks that share a batch: tp, cp and pp), ``ends`` (first
-    and last stage of a pipeline; other stages stand on an axis of their own), ``world``, and ``tp:n`` for every proper
-    divisor n of tp: blocks of n neighbouring tensor-parallel ranks (they share a key/value head under GQA).
+    and last stage of a pipeline, where they are on two ranks; others stand on an axis of their own), ``world``, and
+    ``tp:n`` for every proper divisor n of tp: blocks of n neighbouring tensor-parallel ranks (they share a key/value head
+    under GQA).
 
     Args:
         parallelism: the layout that was asked for.
@@ -70,7 +71,7 @@ class Mesh:
         channels: one communicator for each directed pipeline edge of this rank and each direction of travel, by
             ``(direction, source rank, destination rank)``; messages on it are ordered by the schedule alone.
         device_mesh: torch's view of the axes larger than 1, slowest rank digit first, on the same process groups. Its
-            ``pp`` dim counts ranks upwards, so its index 0 is the last stage. ``None`` in a world of one rank.
+            ``pp`` dim counts ranks upwards, so its index 0 holds the last stage. ``None`` in a world of one rank.
     """
 
     parallelism: Parallelism = field(default_factory=Parallelism)
@@ -100,7 +101,7 @@ class Mesh:
 
     @property
     def pp(self) -> Axis:
-        """Pipeline axis; position 0 holds the first stage."""
+        """Pipeline axis; position 0 holds the first stage (in a V-shaped placement the last one too)."""
         return self["pp"]
 
     @property
@@ -161,7 +162,8 @@ def _rank_sets(parallelism: Parallelism, world_size: int) -> dict[str, list[tupl
     sets = {name: groups(name) for name in ("tp", "cp", "pp", "dp", "etp", "ep", "edp")}
     sets["dp_cp"] = groups("dp", "cp")
     sets["replica"] = groups("pp", "cp", "tp")
-    sets["ends"] = [(ranks[0], ranks[-1]) for ranks in sets["pp"]] if parallelism.pp > 1 else []
+    apart = parallelism.pp > 1 and parallelism.placement == "round"
+    sets["ends"] = [(ranks[0], ranks[-1]) for ranks in sets["pp"]] if apart else []
     for size in range(2, parallelism.tp):
         if parallelism.tp % size == 0:
             sets[f"tp:{size}"] = [ranks[i : i + size] for ranks in sets["tp"] for i in range(0, len(ranks), size)]

@@ -35,6 +35,8 @@ class Parallelism:
         order: axes from the fastest-varying rank digit to the slowest, as ``"tp-cp-pp-dp"``.
         pipeline_layout: the number of layers of each stage, ``pp * vpp`` numbers in the order of the model; ``"auto"`` to
             split by cost; ``None`` for as even as can be.
+        placement: how stages lie over the pipeline ranks: ``"round"`` deals them like cards; ``"v"`` goes down the ranks and
+            back up, two stages each (schedule ``zbv``), so that the first rank holds both ends of the model.
 
     Raises:
         ValueError: a size below 1, an ``order`` that does not name each of tp, cp, pp, dp once, or a ``pipeline_layout``
@@ -50,6 +52,7 @@ class Parallelism:
     sequence_parallel: bool = True
     order: str = DEFAULT_ORDER
     pipeline_layout: PipelineLayout = None
+    placement: Literal["round", "v"] = "round"
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "vpp", "ep", "etp"):
@@ -65,6 +68,8 @@ class Parallelism:
             raise ValueError(
                 f"vpp={self.vpp} needs pp >= 2 (pp=1 here): with one rank there is no bubble to shrink; set vpp=1."
             )
+        if self.placement == "v" and self.vpp != 2:
+            raise ValueError(f"a V-shaped placement (schedule='zbv') has 2 stages a rank, but vpp={self.vpp}; set vpp=2.")
         if isinstance(self.pipeline_layout, tuple):
             self._check_layout(list(self.pipeline_layout))
 
@@ -109,19 +114,23 @@ class Parallelism:
         return world_size // self.model_parallel_size
 
     def stage_of(self, pp_rank: int, local_stage: int) -> int:
-        """Global stage that ``pp_rank`` holds as its ``local_stage``-th: stages go round the ranks like cards dealt."""
+        """Global stage that ``pp_rank`` holds as its ``local_stage``-th."""
+        if self.placement == "v" and local_stage == 1:
+            return self.num_stages - 1 - pp_rank
         return local_stage * self.pp + pp_rank
 
     def coordinate(self, rank: int, world_size: int) -> dict[str, int]:
         """Position of a global rank on every axis, dense (tp, cp, pp, dp) and expert (etp, ep, edp).
 
-        Stages are laid over ranks in reverse, so that global rank 0 holds the last stage of its pipeline.
+        Stages are laid over ranks so that global rank 0 holds the last stage of its pipeline: in reverse, or, where both
+        ends of a V are on the first pipeline rank, as they come.
         """
         sizes = self._dense_sizes(world_size)
         position, rest = {}, rank
         for axis in self.order.split("-"):
             rest, position[axis] = divmod(rest, sizes[axis])
-        position["pp"] = self.pp - 1 - position["pp"]
+        if self.placement == "round":
+            position["pp"] = self.pp - 1 - position["pp"]
         within_stage = (position["dp"] * self.cp + position["cp"]) * self.tp + position["tp"]
         within_stage, position["etp"] = divmod(within_stage, self.etp)
         position["edp"], position["ep"] = divmod(within_stage, self.ep)
@@ -166,14 +175,17 @@ class Parallelism:
 
 
 def pipeline_edges(parallelism: Parallelism, world_size: int) -> list[tuple[int, int]]:
-    """Directed neighbour pairs ``(source rank, destination rank)`` of every pipeline, forward direction, ring included.
+    """Directed pairs ``(source rank, destination rank)`` of every pipeline that activations travel between.
 
-    The edge from the last rank back to the first carries activations only when ``vpp > 1``.
+    The edge from the last rank back to the first is there with ``vpp > 1``; in a V both directions of each neighbour pair.
     """
     pairs = []
     for ranks in parallelism.groups(("pp",), world_size):
-        last = len(ranks) if parallelism.vpp > 1 else len(ranks) - 1
-        pairs += [(ranks[i], ranks[(i + 1) % len(ranks)]) for i in range(last)]
+        down = [(ranks[i], ranks[i + 1]) for i in range(len(ranks) - 1)]
+        if parallelism.placement == "v":
+            pairs += down + [(second, first) for first, second in down]
+        else:
+            pairs += down + ([(ranks[-1], ranks[0])] if parallelism.vpp > 1 else [])
     return pairs
 
 

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from rich.console import Console
 from torch import Tensor
 
 from lightning_megatron.log_replay import LogRecorder
@@ -33,9 +35,10 @@ from lightning_megatron.metrics import MetricSync
 from lightning_megatron.micro_batch import MicroBatches, batch_size_of, merge_outputs, split_batch
 from lightning_megatron.optim.distributed import DistributedOptimizer
 from lightning_megatron.pipeline.capture import whole_models_seeded
-from lightning_megatron.pipeline.executor import PipelineExecutor, Step, broadcast_output, signature_of
+from lightning_megatron.pipeline.choice import Schedule, choose
+from lightning_megatron.pipeline.executor import PipelineExecutor, StageHooks, Step, broadcast_output, signature_of
 from lightning_megatron.pipeline.model import PipelineModel
-from lightning_megatron.pipeline.schedule import Placement, ScheduleName
+from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.rng import seeded_user_rng
 
 
@@ -49,7 +52,7 @@ class TrainingEngine:
         executor: runs schedules on this rank's stages.
         metrics: torchmetrics of the module, reduced over replicas.
         seed: every random number of the job is seeded by it and a name.
-        schedule: the training schedule's name.
+        schedule: the training schedule.
         micro_batch_size: samples in a micro-batch; ``None`` for the whole batch.
         num_microbatches: M instead of a size.
     """
@@ -63,22 +66,24 @@ class TrainingEngine:
         executor: PipelineExecutor,
         metrics: MetricSync,
         seed: int,
-        schedule: ScheduleName,
+        schedule: Schedule,
         micro_batch_size: int | None,
         num_microbatches: int | None,
     ) -> None:
         self._module, self._mesh, self._placement, self._executor = module, mesh, placement, executor
         self._metrics, self._seed, self._schedule = metrics, seed, schedule
         self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
-        self._recorder = LogRecorder(module, mesh=mesh)
+        self._recorder = LogRecorder(module, mesh=mesh, last_stage_rank=placement.last_rank)
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._per_token: bool | None = None
+        self._has_said_schedule = False
         self.optimizers: list[DistributedOptimizer] = []
+        self.scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last stage: where losses, logs and predictions come to be."""
-        return self._placement.rank_of(self._placement.num_stages - 1) == self._mesh.pp.rank
+        return self._placement.last_rank == self._mesh.pp.rank
 
     def split(self, batch: Any) -> MicroBatches:
         """Cut a batch into micro-batches; a module's own ``split_batch(batch, micro_batch_size)`` goes first."""
@@ -92,7 +97,9 @@ class TrainingEngine:
             return MicroBatches([batch], sizes=[_samples_in(batch)])
         return split_batch(batch, micro_batch_size=self._micro_batch_size, num_microbatches=self._num_microbatches)
 
-    def train(self, args: tuple[Any, ...], *, batch_number: int, accumulate: int, backward: bool = True) -> Any:
+    def train(
+        self, args: tuple[Any, ...], *, batch_number: int, accumulate: int, backward: bool = True, is_last: bool = True
+    ) -> Any:
         """Forward and backward of one batch, gradients added to the main gradients.
 
         Args:
@@ -100,15 +107,19 @@ class TrainingEngine:
             batch_number: batches seen so far in the whole run: seeds the random numbers.
             accumulate: batches that share one optimizer step.
             backward: ``False`` runs the forwards only (a callback asked Lightning to skip the backward).
+            is_last: whether this is the last batch of the optimizer step: gradients are reduced beside its backward.
 
         Returns:
             The batch's mean loss on every rank (0-dim), in a dict with the step's other outputs where this is the last stage.
         """
         batch = self.split(args[0])
+        self._say_schedule(len(batch))
         losses = StepLosses(batch.sizes, num_sharers=accumulate * self._mesh.dp_cp.size, device=self._mesh.device)
         losses.per_token = self._per_token
-        step = self._step("training_step", batch, args[1:], (batch_number,), losses.scaled)
-        outputs = self._run(self._schedule if backward else "forward_only", step, batch)
+        step = self._step("training_step", batch, args[1:], (batch_number,), partial(self._differentiable, losses))
+        hooks = self._reduction_hooks(len(batch)) if is_last else StageHooks()
+        outputs = self._run(self._schedule if backward else "forward_only", step, batch, hooks)
+        self._wait_parameters()  # of the step before: all have been used
         self._per_token = losses.per_token
         if self._mesh.tp.is_first:
             self._num_tokens += losses.num_tokens
@@ -120,6 +131,7 @@ class TrainingEngine:
 
         Predictions come back on every rank of the pipeline, other outputs on the last stage alone.
         """
+        self._wait_parameters()
         batch = self.split(args[0])
         step = self._step(name, batch, args[1:], args[1:], None)
         outputs = self._run("forward_only", step, batch)
@@ -129,17 +141,44 @@ class TrainingEngine:
         self._recorder.replay(None)
         return merged
 
-    def finish_gradients(self) -> None:
-        """Reduce the gradients over replicas, take the norm, divide by the token count; ready to clip and step."""
+    def finish_gradients(self, *, loss_scale: float | None = None, defer: bool = False) -> None:
+        """Reduce the gradients over replicas, take the norm, divide by the token count; ready to clip and step.
+
+        Args:
+            loss_scale: what losses were multiplied by before the backward.
+            defer: leave the division to the clipping; see ``DistributedOptimizer.finish_gradients``.
+        """
         for optimizer in self.optimizers:
             optimizer.reduce_gradients()
-            optimizer.finish_gradients(num_tokens=self._num_tokens)
+            optimizer.finish_gradients(num_tokens=self._num_tokens, loss_scale=loss_scale, defer=defer)
         self._num_tokens = torch.zeros_like(self._num_tokens)
         self._per_token = None
 
-    def _run(self, schedule: ScheduleName, step: Step, batch: MicroBatches) -> list[Any]:
+    def _differentiable(self, losses: StepLosses, microbatch: int, output: Any) -> Tensor | None:
+        loss = losses.scaled(microbatch, output)
+        return None if loss is None else self.scale_loss(loss)
+
+    def _reduction_hooks(self, num_microbatches: int) -> StageHooks:
+        """Start the reduction of gradients beside the backward. Those of several optimizers have no common order: later."""
+        if len(self.optimizers) != 1:
+            return StageHooks()
+        (optimizer,) = self.optimizers
+        return StageHooks(partial(optimizer.last_backward, pattern=num_microbatches), optimizer.backward_done)
+
+    def _wait_parameters(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.wait_parameters()
+
+    def _run(self, schedule: Schedule, step: Step, batch: MicroBatches, hooks: StageHooks | None = None) -> list[Any]:
         with self._recorder.recording(), self._metrics.in_step():
-            return self._executor.run(schedule, step, num_microbatches=len(batch))
+            return self._executor.run(schedule, step, num_microbatches=len(batch), hooks=hooks or StageHooks())
+
+    def _say_schedule(self, num_microbatches: int) -> None:
+        """Say once, on global rank 0, what ``schedule="auto"`` runs and why."""
+        if not self._has_said_schedule and self._schedule == "auto" and self._mesh.pp.size > 1 and self._mesh.rank == 0:
+            choice = choose(self._placement, num_microbatches)
+            Console().print(f"schedule={choice.name}: {choice.why}.", highlight=False)
+        self._has_said_schedule = True
 
     def _step(
         self,

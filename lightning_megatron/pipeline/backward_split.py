@@ -323,8 +323,8 @@ def _weight_gradients(products: list[_Product]) -> list[tuple[GradientEdge, Tens
             root = _InsidePass.apply(start, compute)  # type: ignore[no-untyped-call]
         # A root's gradient must have its shape; these are never looked at and take no memory.
         unused = [torch.zeros((), dtype=_meta(e).dtype, device=_meta(e).device).expand(tuple(_meta(e).shape)) for e in wanted]
-        outputs: list[Any] = [root, *wanted]
-        torch.autograd.grad(outputs, [start, *wanted], [torch.ones(()), *unused], allow_unused=True)
+        outputs, inputs = (root, *wanted), (start, *wanted)
+        torch.autograd.grad(outputs, inputs, (torch.ones(()), *unused), allow_unused=True)  # type: ignore[arg-type]
     with torch.no_grad():
         for product in products:
             for compute_one in product.computes or ():

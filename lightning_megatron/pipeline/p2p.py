@@ -11,6 +11,12 @@ A receiver must know a shape before it can post a receive, and a message that wa
 device (plan.py: Note [When a receive is posted]). So the hidden states of a signature (shapes of the user's batch, on
 which all stages agree) that is new in a run go through host memory over gloo in that run, with their shapes before them:
 they wait for nobody's device. From the next run on their shapes are known, and they go directly.
+
+Note [Receives have a stream of their own]
+NCCL lets a transfer wait for what the current stream holds when it is posted. A receive needs nothing of that, so on CUDA
+it is posted on a stream that is always empty, and its buffers are allocated there: memory that the compute stream has
+just let go may still be in use on it. The compute stream waits for the transfer where the message is taken, and the
+buffers are recorded on it.
 """
 
 from __future__ import annotations
@@ -99,7 +105,8 @@ class P2P:
             else:
                 self._in[direction, source] = _Channel(group, source)
         self._sent: dict[tuple[str, Key], tuple[list[dist.Work], list[Tensor]]] = {}
-        self._host_sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._arrived: Sequence[Sequence[tuple[str, Key]]] = ()
+        self._stream: Any = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._signatures: Sequence[Hashable] = ()
         self._known: frozenset[tuple[int, Hashable]] = frozenset()
 
@@ -111,13 +118,16 @@ class P2P:
             signatures: for each micro-batch, what its shapes depend on.
         """
         assert not self._sent, "the last run was not drained"
-        self._signatures = signatures
+        self._signatures, self._arrived = signatures, plan.arrived
         self._known = frozenset(self._shapes)
         for message in plan.incoming:
             self._in[message.direction, self._mesh.pp.ranks[message.source]].order.append(message)
 
-    def post_receives(self, issued: int) -> None:
-        """Post every receive that is due once ``issued`` own actions are under way."""
+    def before_action(self, issued: int) -> None:
+        """Let go of what has arrived, and post every receive that is due, once ``issued`` own actions are under way."""
+        for message in self._arrived[issued]:
+            works, _ = self._sent.pop(message)
+            _wait(works)
         for channel in self._in.values():
             while channel.order and self._may_post(channel.order[0], issued):
                 self._post_next(channel)
@@ -135,13 +145,13 @@ class P2P:
     # Activations
 
     def send_hidden(self, stage: int, microbatch: int, hidden: Any) -> None:
-        """Send the output of ``stage`` on to the next one. The storage is kept until ``release_hidden``.
+        """Send the output of ``stage`` on to the next one. Its storage is kept until it has arrived.
 
         Raises:
             RuntimeError: its form differs from what this signature had before.
         """
         meta, leaves = HiddenMeta.of(hidden)
-        leaves = [leaf.detach().contiguous() for leaf in leaves]
+        leaves = [leaf.detach() for leaf in leaves]
         key = (stage + 1, microbatch)
         signature = self._signatures[microbatch]
         destination = self._mesh.pp.ranks[self._placement.rank_of(stage + 1)]
@@ -154,25 +164,20 @@ class P2P:
             )
         if destination == self._mesh.rank:
             self._sent["forward", key] = ([], leaves)
-            return
-        if not self._is_known(key):
-            self._send_through_host(meta, leaves, destination)
-            return
-        channel = self._out["forward", destination]
-        if not torch.is_grad_enabled():
-            self._release_arrived()
-        self._sent["forward", key] = (_isend(leaves, channel), leaves)
+        elif self._is_known(key):
+            leaves = [leaf.contiguous() for leaf in leaves]
+            self._sent["forward", key] = (_isend(leaves, self._out["forward", destination]), leaves)
+        else:
+            self._sent["forward", key] = self._send_through_host(meta, leaves, destination)
 
     def receive_hidden(self, stage: int, microbatch: int) -> Any:
         """The hidden state that enters ``stage``; its floating-point leaves ask for a gradient while grad mode is on."""
         key = (stage, microbatch)
         source = self._source("forward", stage)
-        if source == self._mesh.rank:
-            meta = self._shapes[stage, self._signatures[microbatch]]
-            leaves = [leaf.clone() for leaf in self._sent["forward", key][1]]
-        else:
-            leaves = self._take(self._in["forward", source], key)
-            meta = self._shapes[stage, self._signatures[microbatch]]
+        leaves = (
+            self._sent.pop(("forward", key))[1] if source == self._mesh.rank else self._take(self._in["forward", source], key)
+        )
+        meta = self._shapes[stage, self._signatures[microbatch]]
         if torch.is_grad_enabled():
             leaves = [leaf.requires_grad_() if leaf.is_floating_point() else leaf for leaf in leaves]
         return meta.rebuilt(leaves)
@@ -182,32 +187,24 @@ class P2P:
             self._post_next(channel)
         works, buffers = channel.posted.pop(key)
         _wait(works)
+        if self._stream is not None and works:
+            for buffer in buffers:
+                buffer.record_stream(torch.cuda.current_stream(self._mesh.device))
         return buffers
 
     def _post_next(self, channel: _Channel) -> None:
         message = channel.order.popleft()
         stage, microbatch = message.key
-        if message.direction == "forward" and not self._is_known(message.key):
+        forward = message.direction == "forward"
+        if forward and not self._is_known(message.key):
             meta, leaves = self._receive_through_host(channel.peer)
             self._shapes[stage, self._signatures[microbatch]] = meta
             channel.posted[message.key] = ([], leaves)
             return
-        if message.direction == "forward":
-            buffers = self._shapes[stage, self._signatures[microbatch]].empty(self._mesh.device)
-        else:
-            buffers = self._shapes[stage + 1, self._signatures[microbatch]].empty(self._mesh.device, only_float=True)
-        channel.posted[message.key] = (_irecv(buffers, channel), buffers)
-
-    def _release_arrived(self) -> None:
-        """Without backwards nothing comes back to say that an output has arrived: ask (gloo cannot tell before a wait)."""
-        arrived = [key for key, (works, _) in self._sent.items() if works and all(work.is_completed() for work in works)]
-        for key in arrived:
-            _wait(self._sent.pop(key)[0])
-
-    def release_hidden(self, stage: int, microbatch: int) -> None:
-        """Let go of a sent output: its gradient has come back, so it has arrived."""
-        works, _ = self._sent.pop(("forward", (stage + 1, microbatch)), ([], []))
-        _wait(works)
+        meta = self._shapes[stage if forward else stage + 1, self._signatures[microbatch]]
+        with torch.cuda.stream(self._stream):  # of None: where we are
+            buffers = meta.empty(self._mesh.device, only_float=not forward)
+            channel.posted[message.key] = (_irecv(buffers, channel), buffers)
 
     # Gradients
 
@@ -215,9 +212,11 @@ class P2P:
         """Send the gradients of the floating-point leaves that entered ``stage`` back to the stage before."""
         key = (stage - 1, microbatch)
         destination = self._mesh.pp.ranks[self._placement.rank_of(stage - 1)]
+        if destination == self._mesh.rank:
+            self._sent["backward", key] = ([], grads)
+            return
         grads = [grad.contiguous() for grad in grads]
-        works = [] if destination == self._mesh.rank else _isend(grads, self._out["backward", destination])
-        self._sent["backward", key] = (works, grads)
+        self._sent["backward", key] = (_isend(grads, self._out["backward", destination]), grads)
 
     def receive_grads(self, stage: int, microbatch: int) -> list[Tensor]:
         """The gradients of the floating-point leaves that ``stage`` sent on, in order."""
@@ -229,7 +228,9 @@ class P2P:
 
     # See Note [New shapes travel through the host]
 
-    def _send_through_host(self, meta: HiddenMeta, leaves: list[Tensor], destination: int) -> None:
+    def _send_through_host(
+        self, meta: HiddenMeta, leaves: list[Tensor], destination: int
+    ) -> tuple[list[dist.Work], list[Tensor]]:
         payload = pickle.dumps(meta)
         if len(payload) > _META_BYTES - 8:
             raise RuntimeError(
@@ -238,8 +239,9 @@ class P2P:
         header = torch.zeros(_META_BYTES, dtype=torch.uint8)
         data = len(payload).to_bytes(8, "little") + payload
         header[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        for message in [header, *(_bytes_of(leaf.cpu()) for leaf in leaves)]:
-            self._host_sent.append((dist.isend(message, destination, group=self._mesh.pp.group), message))
+        messages = [header, *(_bytes_of(leaf.cpu().contiguous()) for leaf in leaves)]
+        works = [dist.isend(message, destination, group=self._mesh.pp.group) for message in messages]
+        return [work for work in works if work is not None], messages
 
     def _receive_through_host(self, source: int) -> tuple[HiddenMeta, list[Tensor]]:
         header = torch.empty(_META_BYTES, dtype=torch.uint8)
@@ -253,12 +255,8 @@ class P2P:
 
     def drain(self) -> None:
         """Wait until everything sent in this run has left, and let go of it."""
-        for work, _ in self._host_sent:
-            if work is not None:
-                work.wait()
         for works, _ in self._sent.values():
             _wait(works)
-        self._host_sent.clear()
         self._sent.clear()
 
 

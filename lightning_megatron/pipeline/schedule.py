@@ -92,6 +92,11 @@ class Placement:
             return self.num_stages - 1 - stage
         return stage % self.num_ranks
 
+    @property
+    def last_rank(self) -> int:
+        """Pipeline rank that holds the last stage."""
+        return self.rank_of(self.num_stages - 1)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Global stages of a rank, from the input of the model to its output."""
         assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"

@@ -16,18 +16,20 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.parallelism import Parallelism
+from lightning_megatron.pipeline.choice import Schedule, lists_for
 from lightning_megatron.pipeline.model import PipelineModel, check_sharing
 from lightning_megatron.pipeline.partition import layers_of_stages
 from lightning_megatron.pipeline.schedule import Placement, schedule_for
+from lightning_megatron.pipeline.simulate import ScheduleError
 from lightning_megatron.pipeline.stage import check_pipeline_model
 
-SCHEDULES = ("auto", "1f1b", "interleaved", "gpipe")
+SCHEDULES = ("auto", "1f1b", "interleaved", "gpipe", "zbh1", "zbv")
 
 
 def check_options(
     parallelism: Parallelism,
     *,
-    schedule: str,
+    schedule: Schedule,
     backend: str,
     plan: object,
     recompute: object,
@@ -42,10 +44,15 @@ def check_options(
     for name, capability in (("cp", "context parallelism"), ("ep", "expert parallelism"), ("etp", "expert tensor parallelism")):
         if (size := getattr(parallelism, name)) != 1:
             raise ValueError(f"{name}={size}: {capability} is not there yet in this version; set {name}=1.")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r} is not there yet in this version; use one of {', '.join(SCHEDULES)}.")
-    if schedule == "1f1b" and parallelism.vpp > 1:
-        raise ValueError(f"schedule='1f1b' runs one stage a rank, but vpp={parallelism.vpp}; use 'interleaved' or set vpp=1.")
+    if isinstance(schedule, str) and schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r} is unknown; use one of {', '.join(SCHEDULES)}, or lists of your own.")
+    if schedule in ("1f1b", "zbh1") and parallelism.vpp > 1:
+        raise ValueError(
+            f"schedule={schedule!r} runs one stage a rank, but vpp={parallelism.vpp}; use 'interleaved' (or 'zbv' with vpp=2), "
+            f"or set vpp=1."
+        )
+    if schedule == "zbv" and parallelism.vpp != 2:
+        raise ValueError(f"schedule='zbv' runs two stages a rank, but vpp={parallelism.vpp}; set vpp=2 or use 'zbh1'.")
     if schedule == "interleaved" and parallelism.vpp == 1:
         raise ValueError("schedule='interleaved' needs vpp >= 2 stages a rank, but vpp=1; raise vpp or use '1f1b'.")
     if backend not in ("auto", "torch"):
@@ -65,11 +72,11 @@ def check_options(
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be 1 or more.")
     if num_microbatches is not None:
-        placement = Placement(parallelism.pp, parallelism.vpp)
+        placement = Placement(parallelism.pp, parallelism.vpp, parallelism.placement)
         _check_schedule(schedule, placement, num_microbatches, f"num_microbatches={num_microbatches}")
 
 
-def check_num_microbatches(schedule: str, placement: Placement, *, batch_size: int, micro_batch_size: int) -> None:
+def check_num_microbatches(schedule: Schedule, placement: Placement, *, batch_size: int, micro_batch_size: int) -> None:
     """Check that a schedule can run the micro-batches of a full batch.
 
     Raises:
@@ -79,9 +86,14 @@ def check_num_microbatches(schedule: str, placement: Placement, *, batch_size: i
     _check_schedule(schedule, placement, number, f"batch_size={batch_size} / micro_batch_size={micro_batch_size}")
 
 
-def _check_schedule(schedule: str, placement: Placement, num_microbatches: int, origin: str) -> None:
+def _check_schedule(schedule: Schedule, placement: Placement, num_microbatches: int, origin: str) -> None:
     try:
-        schedule_for(schedule, rank=0, placement=placement, num_microbatches=num_microbatches, strict=True)  # type: ignore[arg-type]
+        if isinstance(schedule, str):
+            schedule_for(schedule, rank=0, placement=placement, num_microbatches=num_microbatches, strict=True)
+        else:
+            lists_for(schedule, placement, num_microbatches)
+    except ScheduleError as error:
+        raise ScheduleError(f"{origin}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{origin} does not fit the pipeline: {error}") from error
 

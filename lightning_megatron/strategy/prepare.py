@@ -50,7 +50,7 @@ class PreparedModule:
         module.__dict__[_KEPT] = self  # a later Trainer goes on with the same stages
         _check_built_under(module, mesh)
         _share_first_values(module, mesh)
-        self.placement = Placement(parallelism.pp, parallelism.vpp)
+        self.placement = Placement(parallelism.pp, parallelism.vpp, parallelism.placement)
         self.aliases: dict[str, str] = {}
         self._model = require_pipeline_model(module, parallelism) if parallelism.pp > 1 else None
         self.parts = self._cut(self._model, parallelism)

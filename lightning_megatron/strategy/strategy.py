@@ -22,7 +22,9 @@ from lightning_megatron.mesh import DEFAULT_TIMEOUT, use_mesh
 from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizerConfig
 from lightning_megatron.parallelism import DEFAULT_ORDER, Parallelism
+from lightning_megatron.pipeline.choice import Maker, frozen, style_for
 from lightning_megatron.pipeline.partition import parse_layout
+from lightning_megatron.pipeline.schedule import Action
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.step import TrainingEngine
 from lightning_megatron.strategy.full_state import full_state_dict
@@ -49,7 +51,9 @@ class MegatronStrategy(SteppingStrategy):
         micro_batch_size: samples in a micro-batch. By default 1 with ``pp > 1`` and the whole batch otherwise.
         num_microbatches: micro-batches in a batch, instead of their size.
         sequence_parallel: cut activations between tensor-parallel blocks along the sequence (with ``tp > 1``).
-        schedule: ``auto`` (1F1B, or interleaved with ``vpp > 1``), ``1f1b``, ``interleaved`` or ``gpipe``.
+        schedule: ``1f1b``, ``interleaved`` (``vpp > 1``), ``gpipe``, ``zbh1``, ``zbv`` (``vpp=2``), or ``auto``, which says
+            on rank 0 what it picked and why (pipeline/choice.py); a function ``(rank, placement, num_microbatches) ->
+            list[Action]``, or such a list for each rank, is simulated before it runs.
         pipeline_layout: layers of each pipeline stage (``pp * vpp`` numbers, zeros allowed) as a list or a string,
             ``"5,8,8,7"`` or ``"4,7*2,4"`` for 4,7,7,4; ``"auto"`` to split by cost, head included; by default evenly.
         order: axes over ranks, the fastest first.
@@ -84,7 +88,7 @@ class MegatronStrategy(SteppingStrategy):
         micro_batch_size: int | None = None,
         num_microbatches: int | None = None,
         sequence_parallel: bool = True,
-        schedule: Literal["auto", "1f1b", "interleaved", "gpipe"] = "auto",
+        schedule: Literal["auto", "1f1b", "interleaved", "gpipe", "zbh1", "zbv"] | Maker | list[list[Action]] = "auto",
         pipeline_layout: list[int] | str | None = None,
         order: str = DEFAULT_ORDER,
         backend: Literal["auto", "torch"] = "auto",
@@ -100,11 +104,22 @@ class MegatronStrategy(SteppingStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         layout = parse_layout(pipeline_layout)
-        sizes = {"tp": tp, "pp": pp, "cp": cp, "vpp": vpp, "ep": ep, "etp": etp}
-        parallelism = Parallelism(**sizes, sequence_parallel=sequence_parallel, order=order, pipeline_layout=layout)
+        self._schedule = frozen(schedule)
+        parallelism = Parallelism(
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            vpp=vpp,
+            ep=ep,
+            etp=etp,
+            sequence_parallel=sequence_parallel,
+            order=order,
+            pipeline_layout=layout,
+            placement=style_for(self._schedule, pp, vpp, num_microbatches),
+        )
         check_options(
             parallelism,
-            schedule=schedule,
+            schedule=self._schedule,
             backend=backend,
             plan=plan,
             recompute=recompute,
@@ -122,7 +137,6 @@ class MegatronStrategy(SteppingStrategy):
             start_method=start_method,
             timeout=timeout,
         )
-        self._schedule = schedule
         whole = num_microbatches is not None or pp == 1
         self._micro_batch_size = micro_batch_size if micro_batch_size is not None or whole else 1
         self._num_microbatches = num_microbatches
@@ -134,7 +148,7 @@ class MegatronStrategy(SteppingStrategy):
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last pipeline stage. Global rank 0 does."""
-        return self.mesh.pp.is_last
+        return self.mesh.pp.is_first if self.parallelism.placement == "v" else self.mesh.pp.is_last
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -219,7 +233,7 @@ class MegatronStrategy(SteppingStrategy):
                 module, self.mesh, convert=precision.convert_module, context=precision.forward_context, seed=seed
             )
             print_layout(self._prepared, Console())
-        self._metrics = MetricSync(module, mesh=self.mesh)
+        self._metrics = MetricSync(module, mesh=self.mesh, last_stage_rank=self._prepared.placement.last_rank)
         self._engine = TrainingEngine(
             module,
             self.mesh,

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -91,7 +91,8 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cp": 2}, ["cp=2", "context parallelism is not there yet", "set cp=1"]),
         ({"ep": 4}, ["ep=4", "expert parallelism is not there yet", "set ep=1"]),
         ({"etp": 2}, ["etp=2", "not there yet", "set etp=1"]),
-        ({"schedule": "zbv"}, ["'zbv'", "auto, 1f1b, interleaved, gpipe"]),
+        ({"schedule": "zigzag"}, ["'zigzag'", "auto, 1f1b, interleaved, gpipe, zbh1, zbv"]),
+        ({"pp": 2, "schedule": "zbv"}, ["vpp=1", "set vpp=2"]),
         ({"pp": 2, "vpp": 2, "schedule": "1f1b"}, ["'1f1b'", "vpp=2", "'interleaved'"]),
         ({"pp": 2, "schedule": "interleaved"}, ["'interleaved'", "vpp >= 2", "vpp=1"]),
         ({"backend": "te"}, ["'te'", "not there yet", "'torch'"]),
@@ -144,11 +145,8 @@ def test_plugins_that_would_be_ignored_are_refused_by_the_trainer() -> None:
 
 @pytest.mark.usefixtures("no_launch")
 def test_precisions_that_are_not_there_are_refused_by_the_trainer(recwarn: pytest.WarningsRecorder) -> None:
-    supported = "32-true, bf16-mixed, bf16-true, 64-true"
-    refusal(lambda: trainer(1, {}, precision="16-true"), "'16-true'", supported)
-    refusal(lambda: trainer(1, {}, plugins=[MixedPrecision("16-mixed", "cuda")]), "'16-mixed'", "MixedPrecision", supported)
+    supported = "32-true, bf16-mixed, bf16-true, 16-mixed, 16-true, 64-true"
     refusal(lambda: MegatronPrecision("fp8"), "'fp8'", supported)  # type: ignore[arg-type]
-    refusal(lambda: MegatronStrategy(precision_plugin=MixedPrecision("16-mixed", "cuda")), "'16-mixed'", supported)
     refusal(lambda: trainer(1, {}, precision="transformer-engine"), "transformer_engine", kind=ModuleNotFoundError)
     # On the CPU Lightning itself makes bf16-mixed of 16-mixed, and says so, before a strategy is asked.
     assert str(trainer(1, {}, precision="16-mixed").precision_plugin.precision) == "bf16-mixed"
