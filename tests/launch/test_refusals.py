@@ -102,7 +102,7 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"micro_batch_size": 2, "num_microbatches": 4}, ["micro_batch_size=2", "num_microbatches=4", "one of them"]),
         ({"micro_batch_size": 0}, ["micro_batch_size=0", "1 or more"]),
         ({"num_microbatches": -1}, ["num_microbatches=-1", "1 or more"]),
-        ({"pp": 2, "vpp": 2, "num_microbatches": 1}, ["num_microbatches=1", "pp=2", "2"]),
+        ({"pp": 2, "vpp": 2, "schedule": "interleaved", "num_microbatches": 1}, ["num_microbatches=1", "pp=2", "2"]),
     ],
     ids=str,
 )
