@@ -30,7 +30,7 @@ from tests.lightning_features.harness import History, Regression, Run, Scenarios
 scenario = Scenarios(
     {
         "pp2": (2, {"pp": 2, "micro_batch_size": 3}),
-        "pp2 vpp2 dp2": (4, {"pp": 2, "vpp": 2, "micro_batch_size": 1}),
+        "pp2 vpp2 dp2": (4, {"pp": 2, "vpp": 2, "micro_batch_size": 2}),
     }
 )
 TRAIN, VAL = regression_data(24, 1), regression_data(16, 2)

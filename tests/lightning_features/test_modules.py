@@ -24,7 +24,7 @@ from tests.lightning_features.harness import (
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2, "micro_batch_size": 3}),
-    "pp2 vpp2 dp2": (4, {"pp": 2, "vpp": 2, "micro_batch_size": 1}),
+    "pp2 vpp2 dp2": (4, {"pp": 2, "vpp": 2, "micro_batch_size": 2}),
 }
 scenario = Scenarios(LAYOUTS)
 TRAIN, VAL = regression_data(22, 1), regression_data(14, 2)
