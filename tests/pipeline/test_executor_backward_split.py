@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.backward_split import SplitBackward
 from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.weight_gradients import now_or_later
+from tests.pipeline.stages import Layer
 
 H = 6
 
@@ -243,3 +245,79 @@ def test_two_parts_equal_a_whole_backward(name: str, needs_input: bool) -> None:
         assert (found[key] is None) == (value is None), key
         if value is not None:
             torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-14, msg=lambda text, key=key: f"{key}: {text}")
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func.overloadpacket.__name__ in ("mm", "addmm", "bmm")
+        return func(*args, **(kwargs or {}))
+
+
+def parts_of(module: nn.Module, x: Tensor, widest: int | None = None) -> SplitBackward:
+    y = module(x)
+    return SplitBackward([(get_gradient_edge(y), torch.randn_like(y))], [x], widest=widest)
+
+
+def test_each_product_is_entered_once_for_its_input_and_once_for_its_weight() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(H, H), nn.Tanh()) for _ in range(5)))
+    with Products() as counted:
+        backward = parts_of(module, torch.randn(7, H, requires_grad=True))
+        forward = counted.num
+        backward.run_input_part()
+        of_input = counted.num - forward
+        backward.run_weight_part()
+        of_weight = counted.num - forward - of_input
+    assert (forward, of_input, of_weight) == (5, 5, 5)
+
+
+def test_no_weight_is_reached_by_the_first_part_and_no_input_by_the_second() -> None:
+    module = nn.Sequential(nn.Linear(H, H), nn.LayerNorm(H), nn.Linear(H, H))
+    x = torch.randn(7, H, requires_grad=True)
+    backward = parts_of(module, x)
+    backward.run_input_part()
+    assert x.grad is not None
+    assert [name for name, p in module.named_parameters() if p.grad is None] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    of_input = x.grad.clone()
+    backward.run_weight_part()
+    assert all(param.grad is not None for param in module.parameters())
+    assert torch.equal(x.grad, of_input)
+
+
+def test_the_first_part_frees_what_it_alone_needs_and_the_second_the_rest() -> None:
+    layer = Layer(0)
+    backward = parts_of(layer, torch.randn(3, 4, requires_grad=True))
+    assert (layer.watch.alive["i0"], layer.watch.alive["w0"]) == (1, 1)
+    backward.run_input_part()
+    assert (layer.watch.alive["i0"], layer.watch.alive["w0"]) == (0, 1)
+    backward.run_weight_part()
+    assert (layer.watch.alive["i0"], layer.watch.alive["w0"]) == (0, 0)
+
+
+def test_a_product_that_is_too_wide_does_not_wait() -> None:
+    module = nn.Sequential(nn.Linear(H, H), nn.Linear(H, 20 * H))
+    backward = parts_of(module, torch.randn(7, H, requires_grad=True), widest=8 * 7 * H)
+    backward.run_input_part()
+    assert backward.num_late == 1
+    assert module[1].weight.grad is not None
+    assert module[0].weight.grad is None
+
+
+def test_gradients_go_into_a_wider_buffer_that_was_there_before() -> None:
+    module = nn.Sequential(nn.Linear(H, H), nn.Linear(H, H)).to(torch.bfloat16)
+    buffers = {}
+    for name, param in module.named_parameters():
+        param.grad_dtype = torch.float32
+        buffers[name] = param.grad = torch.zeros(param.shape, dtype=torch.float32)
+    for _ in range(300):
+        backward = parts_of(module, torch.ones(1, H, dtype=torch.bfloat16, requires_grad=True))
+        backward._roots = [(edge, torch.ones_like(grad)) for edge, grad in backward._roots]
+        backward.run_input_part()
+        backward.run_weight_part()
+    assert all(param.grad is buffers[name] for name, param in module.named_parameters())
+    assert torch.equal(module[1].bias.grad, torch.full((H,), 300.0)), "bf16 would have stopped at 256"
