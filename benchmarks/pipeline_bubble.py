@@ -25,6 +25,7 @@ import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,37 +41,46 @@ from lightning_megatron.pipeline.schedule import ScheduleName, placement_for, sc
 from lightning_megatron.pipeline.simulate import simulate
 from lightning_megatron.pipeline.stage import cut_to_stages
 from lightning_megatron.testing import run_distributed
+from lightning_megatron.weight_gradients import now_or_later
 
 STAGES = {"1f1b": 1, "interleaved": 2, "gpipe": 1, "zbh1": 1, "zbv": 2}
 
 
 class _Sleep(torch.autograd.Function):
-    """The identity, for a time forward and a time backward."""
+    """``hidden + weight``, for a time forward, a time backward to the input, and a time backward to the weight."""
+
+    weight_input = 1  # its gradient can wait
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, value: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s  # type: ignore[attr-defined]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, seconds: tuple[float, float, float]) -> Tensor:
+        forward_s, *ctx.seconds = seconds
         time.sleep(forward_s)
-        return value.view_as(value)
+        return hidden + weight
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_s)  # type: ignore[attr-defined]
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        input_s, weight_s = ctx.seconds
+
+        def weight_gradient() -> Tensor:
+            time.sleep(weight_s)
+            return grad.sum().view(1)
+
+        time.sleep(input_s)
+        return grad, now_or_later(ctx, weight_gradient), None
 
 
 class SleepingLayer(nn.Module):
-    """``hidden + weight``, where the way to the input and the way to the weight each take their time."""
+    """Adds a number, slowly."""
 
-    def __init__(self, forward_s: float, input_s: float, weight_s: float) -> None:
+    def __init__(self, seconds: tuple[float, float, float]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.seconds = forward_s, input_s, weight_s
+        self.seconds = seconds
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The same numbers, later."""
-        forward_s, input_s, weight_s = self.seconds
-        return _Sleep.apply(hidden, forward_s, input_s) + _Sleep.apply(self.weight, 0.0, weight_s)
+        """``[...] -> [...]``."""
+        added: Tensor = _Sleep.apply(hidden, self.weight, self.seconds)
+        return added
 
 
 class SleepingModel(PipelineModel):
@@ -78,7 +88,7 @@ class SleepingModel(PipelineModel):
 
     def __init__(self, num_layers: int, seconds: tuple[float, float, float]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(SleepingLayer(*seconds) for _ in range(num_layers))
+        self.layers = nn.ModuleList(SleepingLayer(seconds) for _ in range(num_layers))
 
     def first(self, value: Tensor) -> Tensor:
         """The hidden state is the input."""
@@ -136,8 +146,9 @@ def _steps(
     name: ScheduleName, num_microbatches: int, seconds: tuple[float, float, float], options: Namespace
 ) -> list[tuple[float, float, float]]:
     """Start and end of each step on this rank, by the machine's clock, and its processor time."""
-    mesh = Mesh.create(Parallelism(pp=options.ranks, vpp=STAGES[name]), device=torch.device("cpu"))
     placement = placement_for(name, options.ranks, STAGES[name])
+    layout = Parallelism(pp=options.ranks, vpp=STAGES[name], placement=placement.style)
+    mesh = Mesh.create(layout, device=torch.device("cpu"))
     num_stages = placement.num_stages
     model = SleepingModel(num_stages, seconds)
     parts = {stage: StagePart(stage, num_stages, (stage,)) for stage in placement.stages_of(mesh.pp.rank)}

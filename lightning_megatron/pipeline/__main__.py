@@ -10,9 +10,10 @@ from typing import NoReturn, get_args
 
 from rich.console import Console
 
+from lightning_megatron.pipeline.choice import choose, style_for
 from lightning_megatron.pipeline.draw import print_grid
 from lightning_megatron.pipeline.picture import save_picture
-from lightning_megatron.pipeline.schedule import Placement, ScheduleName, placement_for, schedule_for
+from lightning_megatron.pipeline.schedule import Placement, ScheduleName, schedule_for
 from lightning_megatron.pipeline.simulate import Report, simulate
 
 _PROGRAM = "python -m lightning_megatron.pipeline"
@@ -68,14 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = parser()
     options = made.parse_args(arguments)
     try:
-        placement, report = _simulated(options)
+        title, why, report = _simulated(options)
         if options.save is not None:
-            save_picture(report, options.save, title=_title(options, placement))
+            save_picture(report, options.save, title=title)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"{made.prog}: error: {error}", file=sys.stderr)
         return 2
     console = Console(highlight=False)
-    console.print(_title(options, placement), style="bold")
+    console.print(title, style="bold")
+    if why:
+        console.print(f"picked by auto: {why}", style="dim")
     print_grid(report, console)
     console.print(_summary(report), style="dim")
     sys.stdout.flush()
@@ -83,37 +86,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _simulated(options: Namespace) -> tuple[Placement, Report]:
+def _simulated(options: Namespace) -> tuple[str, str, Report]:
+    """A title that says what runs, why where ``auto`` picked it, and how it runs."""
     costs = {f"cost_{name}": getattr(options, f"cost_{name}") for name in ("forward", "input", "weight", "transfer")}
     whole = options.cost_backward
     costs["cost_backward"] = costs["cost_input"] + costs["cost_weight"] if whole is None else whole
-    for name, cost in costs.items():
+    for cost_name, cost in costs.items():
         if not 0 <= cost < float("inf"):
-            raise ValueError(f"--{name.replace('_', '-')}={cost:g} is not a time; give 0 or more.")
-    vpp = options.vpp if options.vpp is not None else 2 if options.schedule in ("interleaved", "zbv") else 1
-    placement = placement_for(options.schedule, options.pp, vpp)
-    if options.schedule == "interleaved" and vpp == 1:
+            raise ValueError(f"--{cost_name.replace('_', '-')}={cost:g} is not a time; give 0 or more.")
+    name, num_microbatches = options.schedule, options.microbatches
+    vpp = options.vpp if options.vpp is not None else 2 if name in ("interleaved", "zbv") else 1
+    if name == "interleaved" and vpp == 1:
         raise ValueError("schedule 'interleaved' needs 2 or more stages a rank, not vpp=1; raise --vpp, or use '1f1b'.")
+    placement, why = Placement(options.pp, vpp, style_for(name, options.pp, vpp, num_microbatches)), ""
+    if name == "auto":
+        choice = choose(placement, num_microbatches)
+        name, why = choice.name, choice.why
     lists = [
-        schedule_for(options.schedule, rank=rank, placement=placement, num_microbatches=options.microbatches)
-        for rank in range(options.pp)
+        schedule_for(name, rank=rank, placement=placement, num_microbatches=num_microbatches) for rank in range(options.pp)
     ]
-    return placement, simulate(lists, placement, **costs)
-
-
-def _title(options: Namespace, placement: Placement) -> str:
-    stages = f", {placement.stages_per_rank} stages each" if placement.stages_per_rank > 1 else ""
-    return f"{options.schedule}: {placement.num_ranks} ranks{stages}, {options.microbatches} micro-batches"
+    stages = f", {vpp} stages each" if vpp > 1 else ""
+    title = f"{name}: {options.pp} rank{'s' * (options.pp > 1)}{stages}, {num_microbatches} micro-batches"
+    return title, why, simulate(lists, placement, **costs)
 
 
 def _summary(report: Report) -> str:
     """The figures that the last line has no room for."""
-    parts = [f"makespan {report.makespan:g}", f"bubble {100 * report.bubble:.1f} % of the useful time"]
-    if max(report.idle_inside, default=0) != report.makespan * report.bubble / (1 + report.bubble):
-        parts.append(f"idle between first and last action {', '.join(f'{idle:g}' for idle in report.idle_inside)}")
+    by_rank = [f"idle between first and last action {', '.join(f'{idle:g}' for idle in report.idle_inside)}"]
     if report.peak_held != report.peak_in_flight:
-        parts.append(f"held until the weight part {', '.join(map(str, report.peak_held))}")
-    return "; ".join(parts)
+        by_rank.append(f"held until the weight part {', '.join(map(str, report.peak_held))}")
+    first = f"makespan {report.makespan:g}; bubble {100 * report.bubble:.1f} % of the useful time"
+    return f"{first}\nby rank: {'; '.join(by_rank)}"
 
 
 if __name__ == "__main__":

@@ -168,3 +168,11 @@ def test_the_module_runs_as_a_command_and_explains_itself() -> None:
     command = [sys.executable, "-m", "lightning_megatron.pipeline", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "python -m lightning_megatron.pipeline --schedule zbv" in done.stdout
+
+
+def test_auto_says_what_it_picked_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    for num_local in (1, 2):
+        assert main(["--pp", "4", "--vpp", str(num_local), "--microbatches", "4"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("zbh1: 4 ranks" if num_local == 1 else "zbv: 4 ranks, 2 stages each")
+        assert lines[1].startswith("picked by auto: ")
