@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -19,11 +21,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
+from lightning_megatron.optim.loss_scale import DynamicLossScale
+
+PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"]
+_PARAM_DTYPES = {"32-true": torch.float32, "64-true": torch.float64, "16-mixed": torch.float16, "16-true": torch.float16}
 
 
-class GradientClipper(Protocol):
-    """What clips the gradients of one optimizer: the distributed optimizer, which knows every shard."""
+class GradientFinisher(Protocol):
+    """What finishes the gradients of one optimizer: the distributed optimizer, which knows every shard."""
+
+    @property
+    def should_skip(self) -> bool:
+        """Whether the step must not be taken, on every rank alike."""
+
+    def step(self, **kwargs: Any) -> None:
+        """Take the step."""
+
+    def apply_scaling(self) -> None:
+        """Divide by what is still to be divided by: nobody has clipped."""
 
     def clip_by_norm(self, max_norm: float) -> None:
         """Scale all gradients so that their global norm is at most ``max_norm``."""
@@ -41,26 +56,38 @@ class MegatronPrecision(Precision):
     ``32-true``    fp32        the parameters   fp32                       as it is
     ``bf16-mixed`` bf16        fp32             fp32                       under ``torch.autocast`` to bf16
     ``bf16-true``  bf16        the parameters   fp32                       float inputs are cast to bf16
+    ``16-mixed``   fp16        fp32             fp32                       under ``torch.autocast`` to fp16
+    ``16-true``    fp16        the parameters   fp32                       float inputs are cast to fp16
     ``64-true``    fp64        the parameters   fp64                       float inputs are cast to fp64
     =============  ==========  ===============  =========================  =================================
 
     ``Trainer(precision=...)`` with one of these names is translated to this plugin by the strategy.
 
+    In fp16 losses are multiplied by a dynamic scale before the backward, never the logged ones. A step in which a gradient
+    overflows on any rank is skipped on all ranks, which hold the same scale; it is saved in checkpoints. As under stock
+    Lightning, a skipped step counts in ``global_step`` and for learning rate schedulers. Lightning turns ``16-mixed`` into
+    ``bf16-mixed`` on CPU; give ``MegatronPrecision("16-mixed")`` as the plugin to have it there.
+
     Args:
         precision: one of the names above.
+        loss_scale: how the scale of fp16 moves; by default from 2**16, with hysteresis 2.
 
     Raises:
-        ValueError: another name.
+        ValueError: another name, or a loss scale where there is no fp16.
     """
 
-    def __init__(self, precision: PrecisionName = "32-true") -> None:
+    def __init__(self, precision: PrecisionName = "32-true", *, loss_scale: DynamicLossScale | None = None) -> None:
         if precision not in get_args(PrecisionName):
             raise ValueError(
                 f"precision={precision!r} is not supported by MegatronStrategy yet; "
                 f"use one of {', '.join(get_args(PrecisionName))}."
             )
         self.precision = precision
-        self.clippers: dict[int, GradientClipper] = {}
+        in_fp16 = self.param_dtype == torch.float16
+        if loss_scale is not None and not in_fp16:
+            raise ValueError(f"loss_scale=... is for 16-mixed and 16-true; precision={precision!r} needs none.")
+        self.scaler = (loss_scale or DynamicLossScale()) if in_fp16 else None
+        self.finishers: dict[int, GradientFinisher] = {}
 
     @classmethod
     def from_lightning(cls, plugin: Precision) -> MegatronPrecision:
@@ -77,17 +104,21 @@ class MegatronPrecision(Precision):
                 f"Trainer(precision={plugin.precision!r}) ({type(plugin).__name__}) is not supported by MegatronStrategy yet; "
                 f"use one of {', '.join(get_args(PrecisionName))}."
             )
-        return cls(plugin.precision)  # type: ignore[arg-type]
+        return cls(plugin.precision, loss_scale=_chosen_scale(plugin))  # type: ignore[arg-type]
 
     @property
     def param_dtype(self) -> torch.dtype:
         """Dtype of the parameters that the model computes with."""
-        return {"32-true": torch.float32, "64-true": torch.float64}.get(str(self.precision), torch.bfloat16)
+        return _PARAM_DTYPES.get(str(self.precision), torch.bfloat16)
 
     @property
     def main_params_in_fp32(self) -> bool:
         """Whether the optimizer steps fp32 copies of 16-bit parameters."""
-        return self.precision == "bf16-mixed"
+        return self._is_mixed
+
+    @property
+    def _is_mixed(self) -> bool:
+        return str(self.precision).endswith("-mixed")
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -98,20 +129,20 @@ class MegatronPrecision(Precision):
         if self.precision == "32-true":
             return module
         for child in module.modules():
-            if self.precision == "bf16-mixed" and isinstance(child, nn.modules.batchnorm._NormBase):
+            if self._is_mixed and isinstance(child, nn.modules.batchnorm._NormBase):
                 continue
             for name, param in child.named_parameters(recurse=False):
                 if param.is_floating_point():
                     getattr(child, name).data = param.data.to(self.param_dtype)
             for name, buffer in child.named_buffers(recurse=False):
-                if buffer.is_floating_point() and self.precision != "bf16-mixed" and not _is_metric(child):
+                if buffer.is_floating_point() and not self._is_mixed and not _is_metric(child):
                     setattr(child, name, buffer.to(self.param_dtype))
         return module
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Cast floating-point inputs in the ``true`` modes; in ``bf16-mixed`` autocast does it where an operation wants it."""
-        if str(self.precision) in ("32-true", "bf16-mixed"):
+        """Cast floating-point inputs in the ``true`` modes; in the ``mixed`` ones autocast does where an operation wants it."""
+        if self._is_mixed or self.precision == "32-true":
             return data
         return apply_to_collection(data, Tensor, _convert_fp_tensor, dst_type=self.param_dtype)
 
@@ -119,25 +150,88 @@ class MegatronPrecision(Precision):
     @override
     def forward_context(self) -> Generator[None, None, None]:
         """Run a step of the user's; entered once for each action of the schedule."""
-        with torch.autocast(self._device_type, torch.bfloat16) if self.precision == "bf16-mixed" else nullcontext():
+        with torch.autocast(self._device_type, self.param_dtype) if self._is_mixed else nullcontext():
             yield
 
     @property
     def _device_type(self) -> str:
         return "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]
 
+    # Loss scale and the step
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What losses are multiplied by now; ``None`` without fp16."""
+        return None if self.scaler is None else self.scaler.scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate: ``loss`` times the scale, in fp32 so that the product does not overflow."""
+        return loss if self.scaler is None else loss.float() * self.scaler.scale
+
+    @override
+    def backward(  # type: ignore[override]
+        self,
+        tensor: Tensor,
+        model: LightningModule,
+        optimizer: Steppable | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """``manual_backward``: the schedule runs the backward of automatic optimization, and scales there."""
+        super().backward(self.scale_loss(tensor), model, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the backward, the hooks and the clipping, and then the step, unless it is to be skipped."""
+        result = closure()
+        self._after_closure(model, optimizer)
+        finisher = self._finisher(optimizer)
+        finisher.apply_scaling()
+        skip = finisher.should_skip
+        if self.scaler is not None:
+            self.scaler.update(overflow=skip)
+        if not skip:
+            finisher.step(**kwargs)
+        return result
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, in fp16."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the loss scale of a checkpoint, in fp16."""
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(state_dict)
+
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the global norm, counted once for each parameter element over all ranks."""
-        self._clipper(optimizer).clip_by_norm(float(clip_val))
+        self._finisher(optimizer).clip_by_norm(float(clip_val))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp each gradient element."""
-        self._clipper(optimizer).clip_by_value(float(clip_val))
+        self._finisher(optimizer).clip_by_value(float(clip_val))
 
-    def _clipper(self, optimizer: Optimizer) -> GradientClipper:
-        return self.clippers[id(getattr(optimizer, "_optimizer", optimizer))]
+    def _finisher(self, optimizer: Any) -> GradientFinisher:
+        return self.finishers[id(getattr(optimizer, "_optimizer", optimizer))]
+
+
+def _chosen_scale(plugin: Precision) -> DynamicLossScale | None:
+    """The user's own ``GradScaler`` of a ``MixedPrecision``, if it is not torch's default one."""
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return None
+    chosen = (scaler._init_scale, scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
+    if chosen == (2.0**16, 2.0, 0.5, 2000):
+        return None
+    init_scale, growth_factor, backoff_factor, growth_interval = chosen
+    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+    return DynamicLossScale(init_scale, **factors, growth_interval=growth_interval, hysteresis=1)
 
 
 def _is_metric(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -43,9 +43,9 @@ class Arrivals:
         if overlap:
             self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(params)]  # type: ignore[no-untyped-call]
 
-    def last_backward(self, stage: int) -> None:
+    def last_backward(self, stage: int, pattern: Hashable) -> None:
         """The stage's last backward of the step begins."""
-        self._readiness.arm(self._stages.begin(stage))
+        self._readiness.arm(self._stages.begin(stage), pattern)
 
     def backward_done(self, stage: int) -> None:
         """The stage's last backward of the step has ended, or is left out."""

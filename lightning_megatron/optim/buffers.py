@@ -120,8 +120,13 @@ class Bucket:
 
     def own(self, flat: Tensor) -> Tensor:
         """This rank's shard of one of the buffers, as a view: ``[numel] -> [numel / num_shards]``."""
-        start, stop = shard_range(self.plan, self.index)
+        start, stop = self.own_range
         return flat[start:stop]
+
+    @property
+    def own_range(self) -> tuple[int, int]:
+        """Where this rank's shard lies in the buffers: ``[start, stop)``."""
+        return shard_range(self.plan, self.index)
 
     def launch_reduce(self) -> None:
         """Start summing the gradients over the axis into this rank's shard, once in a step; ``wait_reduce`` ends it."""
@@ -216,6 +221,7 @@ def build_buckets(
     bucket_numel: int,
     stages: Mapping[nn.Parameter, tuple[int, ...]],
     reduce_dtype: torch.dtype | None = None,
+    whole: bool = False,
 ) -> list[Bucket]:
     """Lay parameters out: dense ones sharded over ``mesh.dp_cp``, experts over ``mesh["edp"]``.
 
@@ -225,6 +231,7 @@ def build_buckets(
         bucket_numel: elements after which a bucket is closed.
         stages: the pipeline stages that use a parameter, where there are several on this rank.
         reduce_dtype: what gradients of fp32 buffers travel in.
+        whole: keep each parameter inside one rank's shard.
 
     Raises:
         ValueError: a parameter that is not floating point.
@@ -233,7 +240,7 @@ def build_buckets(
     buckets = []
     for axis, expert in ((mesh.dp_cp, False), (mesh["edp"], True)):
         mine = [slot for slot in slots if slot.expert is expert]
-        for plan in plan_buckets(mine, bucket_numel=bucket_numel, num_shards=axis.size):
+        for plan in plan_buckets(mine, bucket_numel=bucket_numel, num_shards=axis.size, whole=whole):
             narrow = reduce_dtype if plan.dtype_key != str(torch.float64) else None
             buckets.append(Bucket(plan, dict(named), axis=axis, reduce_dtype=narrow))
     # In the order in which a backward fills them: experts among the dense ones around them.

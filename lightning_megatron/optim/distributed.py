@@ -7,45 +7,47 @@ One optimizer step, in order::
     reduce_gradients()         # the rest of the reduction, then the sums that sharding asks for
     finish_gradients(...)      # norm and token count in one all-reduce, normalisation
     clip_by_norm(...)          # optional
-    optimizer.step()           # any elementwise optimizer, on the shards
+    step()                     # any elementwise optimizer, on the shards
     update_parameters()        # main -> 16-bit, all-gather (beside the next forward), gradients zeroed
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron.comm import all_reduce
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.arrivals import Arrivals
-from lightning_megatron.optim.buffers import SIXTEEN_BIT, Bucket, build_buckets
+from lightning_megatron.optim.buffers import build_buckets
 from lightning_megatron.optim.config import DistributedOptimizerConfig
-from lightning_megatron.optim.elementwise import check_elementwise, install_shards, trainable_parameters
+from lightning_megatron.optim.cutting import cut_buckets
+from lightning_megatron.optim.elementwise import install_shards, trainable_parameters, wants_whole_parameters
+from lightning_megatron.optim.finish import GradientFinisher
 from lightning_megatron.optim.guard import ParameterGuard, wait_in_forwards
-from lightning_megatron.optim.layout import overlap, shard_range
-from lightning_megatron.optim.norm import clamp, counted_ranges, divide, scale_by_norm, sum_of_squares
+from lightning_megatron.optim.pieces import PieceStepper
 from lightning_megatron.optim.reduction import check_agreement, plan_sums
-from lightning_megatron.optim.shards import Shard, by_dtype
-from lightning_megatron.sharding import sharding_of
+from lightning_megatron.optim.shards import by_dtype
 
 __all__ = ["DistributedOptimizer", "DistributedOptimizerConfig"]
 
 
 class DistributedOptimizer:
-    """Shards an elementwise optimizer over the ranks that hold the same parameters.
+    """Shards an optimizer over the ranks that hold the same parameters.
 
     The parameters' ``data`` and ``grad`` become views of flat buffers, and the optimizer's groups get this rank's flat
     ranges of them instead: fp32 copies of 16-bit parameters, views of fp32 and fp64 ones. Groups, options, schedulers and
-    the optimizer object stay the user's own. A parameter that got no gradient counts as one with a zero gradient.
+    the optimizer object stay the user's own. A parameter that got no gradient counts as one with a zero gradient. An optimizer
+    that is known to look at whole parameters (Muon and its kin) gets whole ones, each on one of the ranks.
 
     Collective over the world: all ranks make it together, also those without a trainable parameter.
 
     Args:
-        optimizer: any optimizer whose update is elementwise.
+        optimizer: any optimizer whose update is elementwise, or that works on one parameter at a time.
         named_parameters: all parameters of this rank's part of the model, by global name, in the order of definition.
         mesh: the running layout: dense parameters are sharded over ``dp_cp``, experts over ``edp``.
         config: bucket sizes and what is overlapped.
@@ -56,10 +58,9 @@ class DistributedOptimizer:
     Attributes:
         optimizer: the optimizer that was given.
         shards: what each main shard is.
-        grad_norm: norm of the whole gradient (0-dim fp64), set by ``finish_gradients``, the same on every rank.
 
     Raises:
-        ValueError: the optimizer is not elementwise, holds a parameter that is not among ``named_parameters``, or the ranks
+        ValueError: the optimizer is of neither kind, holds a parameter that is not among ``named_parameters``, or the ranks
             of an axis do not hold the same parameters.
     """
 
@@ -73,14 +74,10 @@ class DistributedOptimizer:
         main_params: bool = True,
         stages: Mapping[int, Sequence[nn.Parameter]] | None = None,
     ) -> None:
-        check_elementwise(optimizer)
+        whole = wants_whole_parameters(optimizer)
         trainable = trainable_parameters(optimizer, named_parameters)
         self._config = config = config or DistributedOptimizerConfig()
         self.optimizer, self.mesh = optimizer, mesh
-        self.shards: list[Shard] = []
-        self.grad_norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        self._gradients: list[Tensor] = []  # each shard's range of the gradient buffer
-        self._values: list[Tensor] = []  # each shard's range of the parameter buffer
         stages = stages if stages is not None else {0: [param for _, param in trainable]}
         self._buckets = build_buckets(
             trainable,
@@ -88,43 +85,40 @@ class DistributedOptimizer:
             bucket_numel=config.bucket_numel,
             stages=_stages_of(stages),
             reduce_dtype=torch.bfloat16 if config.grad_reduce_dtype == "bf16" else None,
+            whole=whole,
         )
         names = {param: name for name, param in trainable}
         self._arrivals = Arrivals(self._buckets, names, stages=stages, mesh=mesh, overlap=config.overlap_grad_reduce)
         self._guard = ParameterGuard(self._buckets)
         self._forward_hooks: list[RemovableHandle] = []
-        for bucket in self._buckets:
-            self._cut(bucket, names, main_params=main_params)
-        self._sums = plan_sums(self.shards, self._gradients, mesh=mesh)
+        self._cut = cut_buckets(self._buckets, names, mesh=mesh, config=config, main_params=main_params, whole=whole)
+        self.shards = self._cut.shards
+        self._sums = plan_sums(self._cut.local, self._cut.gradients, mesh=mesh)
         check_agreement(self._buckets, self._sums, mesh=mesh)
-        self._counted = [
-            gradient[start:stop]
-            for shard, gradient in zip(self.shards, self._gradients, strict=True)
-            for start, stop in counted_ranges(shard, mesh)
-        ]
+        self._finisher = GradientFinisher(
+            self._cut.local, self._cut.gradients, buckets=self._buckets, mesh=mesh, nonfinite=config.nonfinite
+        )
         install_shards(optimizer, self.shards)
+        self._stepper = self._make_stepper()
 
-    def _cut(self, bucket: Bucket, names: dict[nn.Parameter, str], *, main_params: bool) -> None:
-        """Make the shards of the parameters that reach into this rank's part of a bucket."""
-        values, gradients = bucket.own(bucket.values), bucket.own(bucket.gradients)
-        for placement, param in zip(bucket.plan.placements, bucket.params, strict=True):
-            shared = overlap(placement, shard_range(bucket.plan, bucket.index))
-            if shared is None:
-                continue
-            view = values[shared.shard_start : shared.shard_stop]
-            copied = main_params and param.dtype in SIXTEEN_BIT
-            main = nn.Parameter(view.float() if copied else view)
-            self.shards.append(Shard(names[param], param, main, shared.start, shared.stop, sharding_of(param)))
-            self._values.append(view)
-            self._gradients.append(gradients[shared.shard_start : shared.shard_stop])
+    def _make_stepper(self) -> PieceStepper | None:
+        config, cut = self._config, self._cut
+        if not (cut.stores or cut.on_host) and config.state_dtype == "fp32":
+            return None
+        state_dtype = torch.bfloat16 if config.state_dtype == "bf16" else torch.float32
+        return PieceStepper(self.optimizer, self.shards, stores=cut.stores, state_dtype=state_dtype, on_host=cut.on_host)
 
-    def last_backward(self, stage: int = 0) -> None:
+    def last_backward(self, stage: int = 0, *, pattern: Hashable = None) -> None:
         """Say that the backward which begins now is the stage's last of this step: buckets are reduced as it fills them.
 
-        Nothing needs to be said: ``reduce_gradients`` reduces what has not been. After ``last_backward`` an earlier gradient
-        of the stage must not arrive any more.
+        Nothing needs to be said: ``reduce_gradients`` reduces what has not been.
+
+        Args:
+            stage: which stage.
+            pattern: what the number of times that a parameter's gradient still arrives depends on, if it may change from
+                step to step: the number of micro-batches, under a schedule that splits the backward.
         """
-        self._arrivals.last_backward(stage)
+        self._arrivals.last_backward(stage, pattern)
 
     def backward_done(self, stage: int = 0) -> None:
         """Say that the stage's parameters get no more gradients in this step: their buckets are reduced from now on.
@@ -144,44 +138,87 @@ class DistributedOptimizer:
         for one in self._sums:
             one.run()
 
-    def finish_gradients(self, *, num_tokens: Tensor | None) -> None:
+    def finish_gradients(self, *, num_tokens: Tensor | None, loss_scale: float | None = None, defer: bool = False) -> None:
         """Normalise the reduced gradients, set ``grad_norm`` and give each main shard its ``grad``.
 
-        One all-reduce over the world, which every rank joins. The device is not waited for.
+        One all-reduce over the world, which every rank joins. See Note [One multiplication] in ``optim/finish.py``.
 
         Args:
             num_tokens: how many tokens this rank adds to the count of the whole step (0-dim): gradients are divided by the
                 sum over the world, or by 1 if that is 0. Tokens that several ranks saw (tp, pp) are given by one of them
                 and the others give 0. ``None``, on every rank alike: no division.
+            loss_scale: what the losses were multiplied by, on every rank alike. An overflow then means a skipped step.
+            defer: leave the division to ``clip_by_norm`` or ``apply_scaling``, because nobody reads gradients before.
+
+        Raises:
+            RuntimeError: with ``nonfinite="raise"``, on every rank: a gradient is not finite.
         """
-        squares = sum_of_squares(self._counted, self.mesh.device)
-        # fp64, because fp32 cannot count beyond 2**24 tokens.
-        tokens = torch.zeros_like(squares) if num_tokens is None else num_tokens.detach().reshape(()).to(squares)
-        squares, tokens = all_reduce(torch.stack([squares, tokens]), self.mesh.world).unbind()
-        self.grad_norm = squares.sqrt()
-        if num_tokens is not None:
-            divisor = tokens.clamp(min=1.0)
-            self.grad_norm = self.grad_norm / divisor
-            divide(self._gradients, divisor)
-        for shard, gradient in zip(self.shards, self._gradients, strict=True):
-            shard.main.grad = gradient.to(shard.main.dtype)
+        self._finisher.finish(num_tokens, loss_scale=loss_scale, defer=defer)
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Norm of the whole gradient before clipping (0-dim fp64), the same on every rank; by ``finish_gradients``."""
+        return self._finisher.grad_norm
+
+    @property
+    def should_skip(self) -> bool:
+        """Whether this step must not be taken, on every rank alike: a gradient is not finite."""
+        return self._finisher.should_skip
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that were not taken so far."""
+        return self._finisher.num_skipped
+
+    def apply_scaling(self) -> None:
+        """Do the division that ``finish_gradients(defer=True)`` has left, unless clipping has done it."""
+        self._finisher.apply()
 
     def clip_by_norm(self, max_norm: float) -> None:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``. ``grad_norm`` stays."""
-        scale_by_norm(self._shard_grads(), self.grad_norm, max_norm=max_norm)
+        self._finisher.clip_by_norm(max_norm)
 
     def clip_by_value(self, value: float) -> None:
         """Clamp each element of the gradients to ``[-value, value]``."""
-        clamp(self._shard_grads(), value)
+        self._finisher.clip_by_value(value)
 
-    def _shard_grads(self) -> list[Tensor]:
-        return [shard.main.grad for shard in self.shards if shard.main.grad is not None]
+    def module_norms(self, depth: int = 1) -> dict[str, Tensor]:
+        """Gradient norms before clipping by the first ``depth`` parts of module names (0-dim fp64), the same on every rank.
+
+        All ranks call it together, after ``finish_gradients``. It gathers names over the host: log it every few steps.
+        """
+        return self._finisher.module_norms(depth)
+
+    def num_zero_gradients(self) -> Tensor:
+        """Elements of the gradient that are exactly zero (0-dim int64), every element counted once over all ranks.
+
+        All ranks call it together, between ``finish_gradients`` and ``update_parameters``. It reads all gradients.
+        """
+        return self._finisher.num_zero_gradients()
+
+    def step(self, **kwargs: Any) -> None:
+        """Step the optimizer, whose values it gets from where they are kept: see Note [A step in pieces].
+
+        With fp32 main parameters, states as the optimizer makes them and nothing on the host this is ``optimizer.step()``.
+        """
+        for matrix in self._cut.gathered:
+            matrix.before_step()
+        if self._stepper is None:
+            self.optimizer.step(**kwargs)
+        else:
+            self._stepper.step(**kwargs)
+        for matrix in self._cut.gathered:
+            matrix.after_step()
 
     def update_parameters(self) -> None:
         """After ``optimizer.step()``: send every rank the new parameters and clear the gradients.
 
-        With ``overlap_param_gather`` the parameters are on their way when it returns; whatever reads one waits for it.
+        With ``overlap_param_gather`` the parameters are on their way when it returns; whatever reads one waits for it. After
+        a step that is to be skipped only the gradients are cleared.
         """
+        if self.should_skip:
+            self.zero_gradients()
+            return
         self.wait_parameters()  # of the step before, if nothing has read them
         for mains, values in self._copies():
             torch._foreach_copy_(values, mains)
@@ -208,8 +245,7 @@ class DistributedOptimizer:
         for bucket in self._buckets:
             bucket.zero()
         self._arrivals.reset()
-        for shard in self.shards:
-            shard.main.grad = None
+        self._finisher.clear()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -231,13 +267,34 @@ class DistributedOptimizer:
         self.wait_parameters()
         for mains, values in self._copies():
             torch._foreach_copy_(mains, values)
+        for store in self._cut.stores.values():
+            store.refresh()
+        for matrix in self._cut.gathered:
+            matrix.refresh()
+
+    @contextmanager
+    def main_values(self) -> Iterator[None]:
+        """Inside the ``with`` block every ``shard.main`` holds its values, which may be changed: to save or restore them."""
+        stores = self._cut.stores
+        empty = {main: main.detach() for main in stores}
+        for main, store in stores.items():
+            main.data = store.read(0, main.numel()).view(main.shape)
+        if self._cut.on_host and self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)  # copies to the host may still be running
+        try:
+            yield
+        finally:
+            for main, store in stores.items():
+                store.write(main.detach().view(-1), 0, main.numel())
+                main.data = empty[main]
 
     def _copies(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Main shards that are copies, and the ranges of the parameter buffer they belong to, one pair of lists a dtype."""
+        apart = {id(main) for main in self._cut.stores} | {id(shard.main) for shard in self.shards if shard.gathered}
         pairs = [
-            (shard.main.detach(), value)
-            for shard, value in zip(self.shards, self._values, strict=True)
-            if shard.main.dtype != value.dtype
+            (shard.main.detach().view(-1), value)
+            for shard, value in zip(self.shards, self._cut.values, strict=True)
+            if shard.main.dtype != value.dtype and id(shard.main) not in apart
         ]
         values = by_dtype(value for _, value in pairs)
         dtypes = [same[0].dtype for same in values]
@@ -255,9 +312,9 @@ class DistributedOptimizer:
         self._arrivals.close()
         for hook in self._forward_hooks:
             hook.remove()
-        for shard in self.shards:
-            shard.main.grad = None
-        self._buckets, self._sums, self._counted, self._gradients, self._forward_hooks = [], [], [], [], []
+        self._finisher.clear()
+        self._finisher = GradientFinisher([], [], buckets=[], mesh=self.mesh, nonfinite=self._config.nonfinite)
+        self._buckets, self._sums, self._forward_hooks = [], [], []
 
 
 def _stages_of(stages: Mapping[int, Sequence[nn.Parameter]]) -> dict[nn.Parameter, tuple[int, ...]]:

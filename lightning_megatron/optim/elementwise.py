@@ -13,41 +13,50 @@ from lightning_megatron.optim.shards import Shard
 _SHAPE = "its update of an element depends on the whole matrix"
 _NORM = "it scales a parameter's update by the norm of the whole parameter"
 # By class name, so that a subclass and another package's implementation are recognised without importing it.
-NOT_ELEMENTWISE = {
-    "LBFGS": "it flattens all parameters and searches along one direction",
-    "SparseAdam": "it takes sparse gradients, and gradients here lie in dense flat buffers",
+WANTS_WHOLE = {
     "Adafactor": "it keeps row and column means of each matrix",
     "CAME": "it keeps row and column means of each matrix",
     "SM3": "it keeps row and column maxima of each matrix",
     "Muon": _SHAPE,
     "MuonWithAuxAdam": _SHAPE,
     "SingleDeviceMuon": _SHAPE,
+    "SingleDeviceMuonWithAuxAdam": _SHAPE,
     "Shampoo": _SHAPE,
-    "DistributedShampoo": _SHAPE,
     "SOAP": _SHAPE,
     "LARS": _NORM,
     "FusedLARS": _NORM,
     "LAMB": _NORM,
     "Lamb": _NORM,
-    "FusedLAMB": _NORM,
     "FusedNovoGrad": _NORM,
     "NovoGrad": _NORM,
+}
+REFUSED = {
+    "LBFGS": "it flattens all parameters and searches along one direction",
+    "SparseAdam": "it takes sparse gradients, and gradients here lie in dense flat buffers",
+    "FusedLAMB": "it clips by the norm of all gradients, of which a rank has a part",
+    "DistributedShampoo": "it distributes its work over ranks itself",
     "ZeroRedundancyOptimizer": "it shards its parameters over ranks itself; give the optimizer that it wraps",
 }
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that does not update each element from that element's own gradient and state.
+def wants_whole_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer must see whole parameters, because it does not update each element on its own.
+
+    A class of the user's says so by an attribute ``wants_whole_parameters = True``.
 
     Raises:
-        ValueError: it is known not to, by the class name of it or of a base class.
+        ValueError: it can be given neither slices nor whole parameters, by the class name of it or of a base class.
     """
-    for cls in type(optimizer).__mro__:
-        if (reason := NOT_ELEMENTWISE.get(cls.__name__)) is not None:
+    names = [cls.__name__ for cls in type(optimizer).__mro__]
+    for name in names:
+        if (reason := REFUSED.get(name)) is not None:
             raise ValueError(
-                f"{type(optimizer).__name__} cannot be sharded into flat slices: {reason}. Use an elementwise optimizer "
-                f"such as torch.optim.AdamW or SGD."
+                f"{type(optimizer).__name__} cannot be sharded over ranks: {reason}. Use an elementwise optimizer such as "
+                f"torch.optim.AdamW or SGD, or one that works on one parameter at a time, such as torch.optim.Muon."
             )
+    if (told := getattr(optimizer, "wants_whole_parameters", None)) is not None:
+        return bool(told)
+    return any(name in WANTS_WHOLE for name in names)
 
 
 def trainable_parameters(
@@ -103,10 +112,13 @@ def _cut(optimizer: torch.optim.Optimizer, shard: Shard, *, key: Any, value: Any
     single = shard.param.dim() == 0 and key != "step"  # the element of a 0-dim parameter, which the shard holds as [1]
     if not isinstance(value, Tensor) or (value.dim() == 0 and not single):
         return value
-    if value.shape != shard.param.shape:
+    if shard.main.dim() > 1 and value.shape != shard.param.shape and not shard.gathered:
+        return value.detach().clone()  # whatever it keeps of a whole matrix
+    if value.shape != shard.param.shape or shard.gathered:
         raise ValueError(
             f"{type(optimizer).__name__} keeps a state {key!r} of shape {tuple(value.shape)} for parameter {shard.name!r} of "
-            f"shape {tuple(shard.param.shape)}, so it is not elementwise and cannot be sharded into flat slices."
+            f"shape {tuple(shard.param.shape)}, so it is not elementwise and cannot be sharded into flat slices. If it works "
+            f"on one parameter at a time, give its class an attribute wants_whole_parameters = True."
         )
     dtype = shard.main.dtype if value.dtype == shard.param.dtype else value.dtype
-    return value.detach().reshape(-1)[shard.start : shard.stop].to(dtype, copy=True)
+    return value.detach().reshape(-1)[shard.start : shard.stop].to(dtype, copy=True).view(shard.main.shape)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_WHOLE_IN_SHARD = 8
+
 
 @dataclass(frozen=True)
 class ParamSlot:
@@ -58,7 +60,9 @@ class Overlap:
     shard_stop: int
 
 
-def plan_buckets(params: Sequence[ParamSlot], *, bucket_numel: int, num_shards: int, alignment: int = 64) -> list[BucketPlan]:
+def plan_buckets(
+    params: Sequence[ParamSlot], *, bucket_numel: int, num_shards: int, alignment: int = 64, whole: bool = False
+) -> list[BucketPlan]:
     """Lay parameters out in reverse order, the order in which a backward pass finishes their gradients.
 
     A bucket is closed as soon as it holds ``bucket_numel`` elements; a parameter is never split over buckets. Buckets come
@@ -69,6 +73,8 @@ def plan_buckets(params: Sequence[ParamSlot], *, bucket_numel: int, num_shards: 
         bucket_numel: elements after which a bucket is closed.
         num_shards: a bucket is padded to a multiple of ``num_shards * alignment``, so that shards are equal and aligned.
         alignment: each parameter starts at a multiple of it (elements).
+        whole: keep each parameter inside one shard. Parameters are given to the shards by size, the largest first, and the
+            shards are as long as the longest has to be; a bucket holds enough parameters to balance that.
 
     Raises:
         ValueError: a bucket size, shard count or alignment below 1.
@@ -76,6 +82,7 @@ def plan_buckets(params: Sequence[ParamSlot], *, bucket_numel: int, num_shards: 
     for name, value in (("bucket_numel", bucket_numel), ("num_shards", num_shards), ("alignment", alignment)):
         if value < 1:
             raise ValueError(f"{name}={value} must be 1 or more.")
+    close = _close_whole if whole else _close
     open_buckets: dict[_Key, list[Placement]] = {}
     plans = []
     for slot in reversed(params):
@@ -83,12 +90,13 @@ def plan_buckets(params: Sequence[ParamSlot], *, bucket_numel: int, num_shards: 
         placements = open_buckets.pop(key, [])  # popped and put back, so that the dict is ordered by the last addition
         start = _round_up(placements[-1].stop, alignment) if placements else 0
         placements.append(Placement(slot.name, start, start + slot.numel))
-        if slot.tied or placements[-1].stop >= bucket_numel:
-            plans.append(_close(key, placements, num_shards=num_shards, alignment=alignment))
+        enough = not whole or len(placements) >= _WHOLE_IN_SHARD * num_shards
+        if slot.tied or (placements[-1].stop >= bucket_numel and enough):
+            plans.append(close(key, placements, num_shards=num_shards, alignment=alignment))
         else:
             open_buckets[key] = placements
     return plans + [
-        _close(key, placements, num_shards=num_shards, alignment=alignment) for key, placements in open_buckets.items()
+        close(key, placements, num_shards=num_shards, alignment=alignment) for key, placements in open_buckets.items()
     ]
 
 
@@ -114,6 +122,22 @@ def _close(key: _Key, placements: list[Placement], *, num_shards: int, alignment
     # At least one aligned block for each shard: some backends reject collectives on empty tensors.
     numel = _round_up(max(placements[-1].stop, 1), num_shards * alignment)
     return BucketPlan(dtype_key, expert, tied, tuple(placements), numel, num_shards)
+
+
+def _close_whole(key: _Key, placements: list[Placement], *, num_shards: int, alignment: int) -> BucketPlan:
+    dtype_key, expert, tied, _ = key
+    ends = [0] * num_shards
+    placed: dict[str, tuple[int, int, int]] = {}  # shard, start in it, numel
+    for placement in sorted(placements, key=lambda placement: (placement.start - placement.stop, placement.start)):
+        shard, numel = ends.index(min(ends)), placement.stop - placement.start
+        placed[placement.name] = (shard, ends[shard], numel)
+        ends[shard] += _round_up(numel, alignment)
+    size = max(*ends, alignment) if num_shards > 1 else max(ends[0], alignment)
+    moved = []
+    for placement in placements:
+        shard, start, numel = placed[placement.name]
+        moved.append(Placement(placement.name, shard * size + start, shard * size + start + numel))
+    return BucketPlan(dtype_key, expert, tied, tuple(moved), size * num_shards, num_shards)
 
 
 def _round_up(value: int, multiple: int) -> int:

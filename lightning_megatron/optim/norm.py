@@ -1,8 +1,8 @@
-"""The gradient norm, each logical element counted once, and clipping. Nothing here waits for the device."""
+"""The gradient norm, each logical element counted once, and scaling and clipping. Nothing here waits for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,20 +25,25 @@ def counted_ranges(shard: Shard, mesh: Mesh) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop, box in shard.box_ranges() if all(mesh[axis].is_first for axis in box.replicated)]
 
 
-def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Sum of the squares of all elements: a 0-dim fp64 tensor. Each tensor is summed in its own dtype."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
+def squared_norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of each tensor: ``[len(tensors)]`` in fp64, in one pass. Each is summed in its own dtype."""
+    norms: dict[int, Tensor] = {}
     for same in by_dtype(tensors):
-        norms = torch.stack(torch._foreach_norm(same, 2.0))
-        total = total + norms.double().square().sum()
-    return total
+        norms |= {id(tensor): norm for tensor, norm in zip(same, torch._foreach_norm(same, 2.0), strict=True)}
+    if not norms:
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    return torch.stack([norms[id(tensor)].double() for tensor in tensors]).square()
 
 
-def scale_by_norm(gradients: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> None:
-    """Multiply gradients in place by ``max_norm / (norm + 1e-6)`` where that is below 1."""
-    coefficient = (max_norm / (norm + EPSILON)).clamp(max=1.0)
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """``max_norm / (norm + 1e-6)``, at most 1."""
+    return (max_norm / (norm + EPSILON)).clamp(max=1.0)
+
+
+def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by a 0-dim tensor."""
     for same in by_dtype(gradients):
-        torch._foreach_mul_(same, coefficient.to(same[0].dtype))
+        torch._foreach_mul_(same, factor.to(same[0].dtype))
 
 
 def clamp(gradients: Sequence[Tensor], value: float) -> None:
@@ -46,9 +51,3 @@ def clamp(gradients: Sequence[Tensor], value: float) -> None:
     for same in by_dtype(gradients):
         torch._foreach_clamp_min_(same, -value)
         torch._foreach_clamp_max_(same, value)
-
-
-def divide(gradients: Sequence[Tensor], divisor: Tensor) -> None:
-    """Divide gradients in place by a 0-dim tensor."""
-    for same in by_dtype(gradients):
-        torch._foreach_div_(same, divisor.to(same[0].dtype))

@@ -2,16 +2,17 @@
 
 Note [When a gradient is final]
 A parameter's gradient is final after its last arrival in the last backward that reaches it in the step. Only the caller
-knows that backward, so it says so: ``arm`` before it, ``finish`` after it. In between, arrivals are counted; a parameter may
-arrive several times in one backward (used inside and outside a reentrant checkpoint), so the count that makes it final is
-taken from the first armed backward, which launches nothing before ``finish``. A parameter that never arrives is final at
+knows that backward, so it says so: ``arm`` before it, ``finish`` after it. In between, arrivals are counted. A parameter may
+arrive several times from there on (used inside and outside a reentrant checkpoint; weight gradients of earlier
+micro-batches, where a schedule splits the backward), so the count that makes it final is taken from the first time that
+this pattern of arrivals is seen, which launches nothing before ``finish``. A parameter that never arrives is final at
 ``finish``. Buckets are launched in their own order, each after all before it: hooks may fire in another order on another
 rank, or not at all, and collectives must be issued in the same order everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 
 class Readiness:
@@ -24,13 +25,13 @@ class Readiness:
     def __init__(self, members: Sequence[Sequence[int]]) -> None:
         self._members = [list(bucket) for bucket in members]
         self._bucket_of = {param: index for index, bucket in enumerate(self._members) for param in bucket}
-        self._expected: dict[int, int] = {}
+        self._expected: dict[tuple[Hashable, int], int] = {}
         self.reset()
 
     def reset(self) -> None:
         """Start a new step: nothing is armed, nothing launched."""
         self._missing = [len(bucket) for bucket in self._members]
-        self._armed: set[int] = set()
+        self._armed: dict[int, Hashable] = {}
         self._final: set[int] = set()
         self._count: dict[int, int] = {}
         self._next = 0
@@ -39,23 +40,30 @@ class Readiness:
         """Whether the parameter's bucket has been launched in this step."""
         return self._bucket_of[param] < self._next
 
-    def arm(self, params: Iterable[int]) -> None:
-        """The next backward that reaches these parameters is their last one in the step."""
-        self._armed.update(params)
+    def arm(self, params: Iterable[int], pattern: Hashable = None) -> None:
+        """The next backward that reaches these parameters is their last one in the step.
+
+        Args:
+            params: the parameters.
+            pattern: whatever the number of arrivals may depend on.
+        """
+        self._armed.update(dict.fromkeys(params, pattern))
 
     def arrived(self, param: int) -> list[int]:
         """A gradient was added; returns the buckets to launch now, in order."""
         if param not in self._armed:
             return []
         self._count[param] = self._count.get(param, 0) + 1
-        return self._finalize([param]) if self._count[param] == self._expected.get(param) else []
+        expected = self._expected.get((self._armed[param], param))
+        return self._finalize([param]) if self._count[param] == expected else []
 
     def finish(self, params: Iterable[int]) -> list[int]:
         """No more gradients of these parameters come in this step; returns the buckets to launch now, in order."""
         params = list(params)
         for param in params:
-            if param in self._armed and param in self._count:
-                self._expected[param] = max(self._count[param], self._expected.get(param, 0))
+            if param in self._count:
+                key = (self._armed[param], param)
+                self._expected[key] = max(self._count[param], self._expected.get(key, 0))
         return self._finalize(params)
 
     def finish_all(self) -> list[int]:

@@ -18,10 +18,11 @@ class Shard:
     Args:
         name: global name of the parameter.
         param: the model's local parameter.
-        main: what the optimizer updates: flat, ``[stop - start]``.
-        start: first element of the range in the flattened local parameter.
+        main: what the optimizer updates: flat, ``[stop - start]``, or ``[*shape]`` for one that wants whole parameters.
+        start: first element of the range in the flattened tensor of ``shape``.
         stop: end of the range.
-        sharding: how the local parameter lies in the global one.
+        sharding: how that tensor lies in the global one.
+        gathered: ``main`` is the global parameter, put together from the tensor-parallel ranks.
     """
 
     name: str
@@ -30,6 +31,12 @@ class Shard:
     start: int
     stop: int
     sharding: ParamSharding
+    gathered: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that ``start`` and ``stop`` count in: the local parameter, or the global one if ``gathered``."""
+        return tuple(self.sharding.global_shape if self.gathered else self.param.shape)
 
     def box_ranges(self) -> Iterator[tuple[int, int, Box]]:
         """``(start, stop, box)`` of each box's part in ``main``; padding rows are in no box."""

@@ -77,6 +77,8 @@ class CheckpointingStrategy(ProcessesStrategy):
         if self.is_alone:
             say(f"{self.mesh.coordinate} no checkpoint is written to {filepath}: other ranks run on, and it takes all of them.")
             return
+        for distributed in self._distributed:
+            distributed.wait_parameters()
         checkpoint.pop("state_dict", None)
         with_optimizer = checkpoint.pop("optimizer_states", None) is not None
         checkpoints.save(
@@ -90,6 +92,8 @@ class CheckpointingStrategy(ProcessesStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill this rank's parameters and optimizer shards from a checkpoint directory, or from a single-file checkpoint."""
+        for distributed in self._distributed:
+            distributed.wait_parameters()
         path = self.broadcast(str(checkpoint_path))
         module = self._ready.module
         fitting = module.trainer.state.fn == TrainerFn.FITTING

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.distributed import DistributedOptimizer
+from lightning_megatron.pipeline.model import PipelineModel, StagePart, layer_at
 from lightning_megatron.pipeline.stage import OtherStage
 
 _EMPTY = "empty parameter list"
@@ -61,6 +62,27 @@ def drop(placeholder: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> N
         group["params"] = [param for param in group["params"] if param is not placeholder]
 
 
+def stage_parameters(
+    module: nn.Module, parts: Mapping[int, StagePart], model: PipelineModel | None
+) -> dict[int, list[nn.Parameter]]:
+    """The parameters of each stage on this rank; what lies outside of layers belongs to every first or last stage here.
+
+    Args:
+        module: the user's module.
+        parts: this rank's stages.
+        model: its pipelined model; ``None`` where there is one stage.
+    """
+    if model is None or len(parts) == 1:
+        return {stage: list(module.parameters()) for stage in parts}
+    stages = {stage: [p for i in part.layers for p in layer_at(model, i).parameters()] for stage, part in parts.items()}
+    in_layers = {param for params in stages.values() for param in params}
+    rest = [param for param in module.parameters() if param not in in_layers]
+    ends = [stage for stage, part in parts.items() if part.is_first or part.is_last] or list(parts)
+    for stage in ends:
+        stages[stage] += rest
+    return stages
+
+
 class ManualOptimization:
     """Makes ``optimizer.zero_grad`` and ``toggle_optimizer`` mean the model's parameters, not the optimizer's shards.
 
@@ -106,11 +128,11 @@ class ManualOptimization:
         on = on or [d for d, mains in shards.items() if not mains]
         return [distributed for distributed in self._optimizers if distributed not in on]
 
-    def finish(self, distributed: DistributedOptimizer) -> None:
+    def finish(self, distributed: DistributedOptimizer, *, loss_scale: float | None) -> None:
         """Reduce the gradients of one optimizer, as a mean over the replicas, before its step."""
         distributed.reduce_gradients()
         counts = float(self._mesh.tp.is_first)  # each replica once
-        distributed.finish_gradients(num_tokens=torch.full((), counts, device=self._mesh.device))
+        distributed.finish_gradients(num_tokens=torch.full((), counts, device=self._mesh.device), loss_scale=loss_scale)
 
 
 def _zero_grad(distributed: DistributedOptimizer, set_to_none: bool = True) -> None:

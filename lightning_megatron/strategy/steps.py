@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,13 @@ from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizer, DistributedOptimizerConfig
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.strategy.checkpointing import CheckpointingStrategy
-from lightning_megatron.strategy.optimizers import ManualOptimization, configure_on_every_stage, drop
+from lightning_megatron.strategy.optimizers import ManualOptimization, configure_on_every_stage, drop, stage_parameters
 from lightning_megatron.strategy.prepare import share_buffers
 from lightning_megatron.strategy.same_batch import check_same_batch
 
 _ZERO_GRAD_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
+# Hooks that run between the gradient norm and the clipping, or do the clipping.
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 
 
 class SteppingStrategy(CheckpointingStrategy):
@@ -36,6 +38,7 @@ class SteppingStrategy(CheckpointingStrategy):
         self._accumulating = False
         self._batch_checked = False
         self._hides_gradients = False
+        self._defers_scaling = False
 
     @property
     def _module(self) -> LightningModule:
@@ -59,19 +62,24 @@ class SteppingStrategy(CheckpointingStrategy):
         placeholder = configure_on_every_stage(lambda: configure(trainer), self._module, self.mesh)
         drop(placeholder, self.optimizers)
         self._steps.optimizers = [self._distributed_optimizer(optimizer) for optimizer in self.optimizers]
-        self._precision.clippers = {id(d.optimizer): d for d in self._distributed}
+        self._steps.scale_loss = self._precision.scale_loss
+        self._precision.finishers = {id(d.optimizer): d for d in self._distributed}
         self._manual = None
         self._batch_checked = False
-        self._hides_gradients = _zeroes_by_hand(self._module, trainer)
+        self._hides_gradients = _overrides(_ZERO_GRAD_HOOKS, self._module, trainer)
+        self._defers_scaling = not _overrides(_GRADIENT_HOOKS, self._module, trainer)
 
     def _distributed_optimizer(self, optimizer: Optimizer) -> DistributedOptimizer:
-        return DistributedOptimizer(
+        distributed = DistributedOptimizer(
             optimizer,
             self._ready.named_parameters(),
             mesh=self.mesh,
             config=self._optimizer_config,
             main_params=self._precision.main_params_in_fp32,
+            stages=stage_parameters(self._module, self._ready.parts, self._ready._model),
         )
+        distributed.wait_in_forwards(self._module)
+        return distributed
 
     # Batches
 
@@ -81,6 +89,7 @@ class SteppingStrategy(CheckpointingStrategy):
             check_same_batch(args[0], self.mesh)
             self._batch_checked = True
         if self._manual is not None:
+            self._wait_parameters()
             with self._precision.train_step_context():
                 return self._module.training_step(*args, **kwargs)
         trainer = self._module.trainer
@@ -90,6 +99,7 @@ class SteppingStrategy(CheckpointingStrategy):
             batch_number=loop.total_batch_idx,
             accumulate=trainer.accumulate_grad_batches,
             backward=not loop.automatic_optimization._skip_backward,
+            is_last=not self._accumulating,
         )
         if self._hides_gradients:
             for distributed in self._distributed:
@@ -123,7 +133,7 @@ class SteppingStrategy(CheckpointingStrategy):
                 distributed.show_gradients()
         closure_loss = self._precision.pre_backward(closure_loss, self._module)
         if not self._accumulating:
-            self._steps.finish_gradients()
+            self._steps.finish_gradients(loss_scale=self._precision.loss_scale, defer=self._defers_scaling)
         return self._precision.post_backward(closure_loss, self._module)
 
     @contextmanager
@@ -143,14 +153,37 @@ class SteppingStrategy(CheckpointingStrategy):
         def finished() -> Any:
             result = closure()
             if self._manual is not None:
-                self._manual.finish(distributed)
+                self._manual.finish(distributed, loss_scale=self._precision.loss_scale)
             return result
 
         result = super().optimizer_step(optimizer, finished, model, **kwargs)
         distributed.update_parameters()
         return result
 
-    # Starts of stages
+    # What can be logged
+
+    def module_norms(self, depth: int = 1) -> dict[str, Tensor]:
+        """Gradient norms of the last step before clipping, by the first ``depth`` parts of module names, the same on all ranks.
+
+        All ranks call it together (0-dim tensors). It gathers names over the host: log it every few steps.
+        """
+        return {name: norm for distributed in self._distributed for name, norm in distributed.module_norms(depth).items()}
+
+    def num_zero_gradients(self) -> int:
+        """Elements of the gradient that are exactly zero. All ranks call it together, before the optimizer's step."""
+        return sum(int(distributed.num_zero_gradients()) for distributed in self._distributed)
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that were not taken because a gradient was not finite, since the start of this ``fit``."""
+        return sum(distributed.num_skipped for distributed in self._distributed)
+
+    def _wait_parameters(self) -> None:
+        """Wait for the parameters that the last step has sent."""
+        for distributed in self._distributed:
+            distributed.wait_parameters()
+
+    # Starts and ends of stages
 
     @override
     def on_train_start(self) -> None:
@@ -158,6 +191,10 @@ class SteppingStrategy(CheckpointingStrategy):
         if not self._module.automatic_optimization:  # not in setup, after which Lightning makes its wrappers anew
             wrappers = self._lightning_optimizers
             self._manual = ManualOptimization(self._module, self._distributed, wrappers=wrappers, mesh=self.mesh)
+
+    @override
+    def on_train_end(self) -> None:
+        self._wait_parameters()
 
     @override
     def on_validation_start(self) -> None:
@@ -172,6 +209,7 @@ class SteppingStrategy(CheckpointingStrategy):
         self._before_evaluation()
 
     def _before_evaluation(self) -> None:
+        self._wait_parameters()
         self._take_metrics()
         share_buffers(self._module, self.mesh)
 
@@ -181,9 +219,9 @@ class SteppingStrategy(CheckpointingStrategy):
         self._metrics.apply()
 
 
-def _zeroes_by_hand(module: LightningModule, trainer: Trainer) -> bool:
-    """Whether code of the user's runs where Lightning zeroes gradients, which is after the schedule has made them."""
+def _overrides(hooks: Sequence[str], module: LightningModule, trainer: Trainer) -> bool:
+    """Whether the module or a callback has code of its own in one of these hooks."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return any(is_overridden(hook, module) for hook in _ZERO_GRAD_HOOKS) or any(
-        is_overridden("on_before_zero_grad", callback) for callback in callbacks
+    return any(is_overridden(hook, module) for hook in hooks) or any(
+        is_overridden(hook, callback) for callback in callbacks for hook in hooks if hasattr(Callback, hook)
     )

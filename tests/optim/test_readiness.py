@@ -71,6 +71,17 @@ def test_more_arrivals_than_ever_before_are_remembered() -> None:
     assert [ready.arrived(param) for param in (0, 1, 2, 3, 4, 4)] == [[], [0], [1], [], [], [2]]
 
 
+def test_counts_of_one_pattern_say_nothing_about_another() -> None:
+    ready = Readiness([[0]])
+    for pattern, arrivals in ((2, 1), (8, 7)):
+        ready.arm([0], pattern)
+        assert [ready.arrived(0) for _ in range(arrivals)] == [[]] * arrivals
+        assert ready.finish_all() == [0]
+        ready.reset()
+    ready.arm([0], 8)
+    assert [ready.arrived(0) for _ in range(7)] == [[]] * 6 + [[0]]
+
+
 def test_no_backward_at_all_launches_everything_once() -> None:
     ready = learned()
     assert ready.finish_all() == [0, 1, 2]

@@ -1,0 +1,185 @@
+"""From reduced gradients to what the optimizer steps on: one pass for the norm, one for every multiplication.
+
+Note [One multiplication]
+The norm pass reads each gradient once; its result also tells whether any is not finite, and every rank gets the same answer
+from the one all-reduce. The division by the token count and by the loss scale and the factor of clipping are then one
+multiplication. Whoever reads gradients between the norm and the clipping wants them divided, so ``finish`` divides at once,
+unless it is told that nobody reads them (``defer``): then the factor waits for the clipping, or for ``apply``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import all_gather_object, all_reduce
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.optim.buffers import Bucket
+from lightning_megatron.optim.config import NonFinitePolicy
+from lightning_megatron.optim.norm import clamp, clip_coefficient, counted_ranges, multiply, squared_norms
+from lightning_megatron.optim.shards import Shard
+
+
+class GradientFinisher:
+    """Norm, finite check, normalisation and clipping of one optimizer's shards.
+
+    Args:
+        shards: this rank's shards.
+        gradients: each shard's range of the gradient buffer.
+        buckets: for finding out where a gradient that is not finite came from.
+        mesh: the running layout.
+        nonfinite: what to do about gradients that are not finite.
+
+    Attributes:
+        grad_norm: norm of the whole gradient (0-dim fp64), the same on every rank.
+        should_skip: whether this step must not be taken.
+        num_skipped: steps that were not taken.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        gradients: Sequence[Tensor],
+        *,
+        buckets: Sequence[Bucket],
+        mesh: Mesh,
+        nonfinite: NonFinitePolicy,
+    ) -> None:
+        self._shards, self._gradients, self._buckets, self._mesh = shards, gradients, buckets, mesh
+        self._policy = nonfinite
+        self.grad_norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.should_skip, self.num_skipped = False, 0
+        self._factor: Tensor | None = None
+        self._divisor: Tensor | None = None
+        counted = [
+            (index, gradient[start:stop])
+            for index, (shard, gradient) in enumerate(zip(shards, gradients, strict=True))
+            for start, stop in counted_ranges(shard, mesh)
+        ]
+        self._owners = [index for index, _ in counted]
+        self._counted = [part for _, part in counted]
+        self._squares = torch.zeros(len(counted), dtype=torch.float64, device=mesh.device)
+
+    def finish(self, num_tokens: Tensor | None, *, loss_scale: float | None, defer: bool) -> None:
+        """See ``DistributedOptimizer.finish_gradients``."""
+        self._squares = squared_norms(self._counted, self._mesh.device)
+        squares = self._squares.sum()
+        # fp64, because fp32 cannot count beyond 2**24 tokens.
+        tokens = torch.zeros_like(squares) if num_tokens is None else num_tokens.detach().reshape(()).to(squares)
+        squares, tokens = all_reduce(torch.stack([squares, tokens]), self._mesh.world).unbind()
+        self._divisor = None
+        if num_tokens is not None or loss_scale is not None:
+            self._divisor = (tokens.clamp(min=1.0) if num_tokens is not None else torch.ones_like(tokens)) * (loss_scale or 1.0)
+        self.grad_norm = squares.sqrt() if self._divisor is None else squares.sqrt() / self._divisor
+        self._factor = None if self._divisor is None else 1.0 / self._divisor
+        self._check(squares, loss_scale)
+        for shard, gradient in zip(self._shards, self._gradients, strict=True):
+            if shard.main.dtype == gradient.dtype:
+                shard.main.grad = gradient.view_as(shard.main)
+        if not defer:
+            self.apply()
+
+    def _check(self, squares: Tensor, loss_scale: float | None) -> None:
+        may_overflow = loss_scale is not None and loss_scale > 1.0
+        if (self._policy == "ignore" and loss_scale is None) or bool(torch.isfinite(squares)):
+            return
+        if self._policy == "raise" and not may_overflow:
+            raise RuntimeError(self._describe())
+        self.should_skip = True
+        self.num_skipped += 1
+
+    def apply(self) -> None:
+        """Divide by what ``finish`` was told to, if that has not happened yet, and give every shard its ``grad``."""
+        self._multiply(None)
+
+    def clip_by_norm(self, max_norm: float) -> None:
+        """Scale so that the norm over the whole model is at most ``max_norm``."""
+        self._multiply(clip_coefficient(self.grad_norm, max_norm))
+
+    def clip_by_value(self, value: float) -> None:
+        """Clamp each element to ``[-value, value]``."""
+        self.apply()
+        clamp([shard.main.grad for shard in self._shards if shard.main.grad is not None], value)
+
+    def _multiply(self, coefficient: Tensor | None) -> None:
+        factor, self._factor = self._factor, None
+        if factor is not None and coefficient is not None:
+            coefficient = coefficient * factor
+        elif factor is not None:
+            coefficient = factor
+        narrow = [shard.main.grad for shard in self._shards if shard.main.grad is not None and self._is_narrow(shard)]
+        if coefficient is not None:
+            wide = [g for shard, g in zip(self._shards, self._gradients, strict=True) if not self._is_narrow(shard)]
+            multiply([*wide, *narrow] if narrow else self._gradients, coefficient)
+        if not narrow:
+            for shard, gradient in zip(self._shards, self._gradients, strict=True):
+                if self._is_narrow(shard):
+                    shard.main.grad = gradient.to(shard.main.dtype).view_as(shard.main)
+
+    @staticmethod
+    def _is_narrow(shard: Shard) -> bool:
+        """Whether the optimizer wants the gradient in a 16-bit copy: torch's kernels take one dtype."""
+        return shard.main.dtype in (torch.bfloat16, torch.float16)
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.should_skip, self._factor = False, None
+        for shard in self._shards:
+            shard.main.grad = None
+
+    # What can be logged
+
+    def module_norms(self, depth: int) -> dict[str, Tensor]:
+        """See ``DistributedOptimizer.module_norms``."""
+        local: dict[str, Tensor] = {}
+        for index, square in zip(self._owners, self._squares.unbind(), strict=True):
+            name = ".".join(self._shards[index].name.split(".")[:-1][:depth])
+            local[name] = local[name] + square if name in local else square
+        gathered = all_gather_object(sorted(local), self._mesh.world)
+        names = sorted({name for of_rank in gathered for name in of_rank})
+        if not names:
+            return {}
+        zero = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        norms = all_reduce(torch.stack([local.get(name, zero) for name in names]), self._mesh.world).sqrt()
+        if self._divisor is not None:
+            norms = norms / self._divisor
+        return dict(zip(names, norms.unbind(), strict=True))
+
+    def num_zero_gradients(self) -> Tensor:
+        """See ``DistributedOptimizer.num_zero_gradients``."""
+        counts = [part.numel() - torch.count_nonzero(part) for part in self._counted]
+        zero = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
+        return all_reduce(torch.stack([zero, *counts]).sum(), self._mesh.world)
+
+    def _describe(self) -> str:
+        """Which parameter's gradient is not finite, and whose. All ranks call it and get the same text."""
+        bad = (~torch.isfinite(self._squares)).nonzero().flatten().tolist()
+        mine = sorted({self._shards[self._owners[index]].name for index in bad})
+        order = [placement.name for bucket in reversed(self._buckets) for placement in reversed(bucket.plan.placements)]
+        first = min(((self._mesh.pp.rank, order.index(name), name) for name in mine), default=None)
+        gathered = all_gather_object(first, self._mesh.world)
+        (_, _, name), owner = min((found, rank) for rank, found in enumerate(gathered) if found is not None)
+        state = (self._mesh.coordinate, self._is_bad_here(name), len(mine))
+        everyone = all_gather_object(state, self._mesh.world)
+        origins = [where for where, is_bad, _ in everyone if is_bad] or [everyone[owner][0]]
+        count = sum(number for _, _, number in everyone)
+        return (
+            f"{origins[0]} the gradient of {name!r} is not finite (nan or inf); {count} parameter shards in all hold such "
+            f"gradients. Look at the loss and the data of this step, lower the learning rate or clip gradients; or take it "
+            f"by DistributedOptimizerConfig(nonfinite='skip') or 'ignore'."
+        )
+
+    def _is_bad_here(self, name: str) -> bool:
+        """Whether this rank's own part of the gradient, as far as the reduction has left it alone, is not finite."""
+        for bucket in self._buckets:
+            for placement in bucket.plan.placements:
+                if placement.name == name:
+                    flat = bucket.gradients[placement.start : placement.stop].clone()
+                    start, stop = bucket.own_range
+                    first, last = max(start, placement.start), min(stop, placement.stop)
+                    if first < last:
+                        flat[first - placement.start : last - placement.start] = 0.0
+                    return not bool(torch.isfinite(flat).all())
+        return False
