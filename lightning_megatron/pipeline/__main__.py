@@ -13,7 +13,7 @@ from rich.console import Console
 from lightning_megatron.pipeline.choice import choose, style_for
 from lightning_megatron.pipeline.draw import print_grid
 from lightning_megatron.pipeline.picture import save_picture
-from lightning_megatron.pipeline.schedule import Placement, ScheduleName, schedule_for
+from lightning_megatron.pipeline.schedule import Placement, ScheduleName, placement_for, schedule_for
 from lightning_megatron.pipeline.simulate import Report, simulate
 
 _PROGRAM = "python -m lightning_megatron.pipeline"
@@ -98,8 +98,9 @@ def _simulated(options: Namespace) -> tuple[str, str, Report]:
     vpp = options.vpp if options.vpp is not None else 2 if name in ("interleaved", "zbv") else 1
     if name == "interleaved" and vpp == 1:
         raise ValueError("schedule 'interleaved' needs 2 or more stages a rank, not vpp=1; raise --vpp, or use '1f1b'.")
-    placement, why = Placement(options.pp, vpp, style_for(name, options.pp, vpp, num_microbatches)), ""
+    placement, why = placement_for(name, options.pp, vpp), ""
     if name == "auto":
+        placement = Placement(options.pp, vpp, style_for(name, options.pp, vpp, num_microbatches))
         choice = choose(placement, num_microbatches)
         name, why = choice.name, choice.why
     lists = [

@@ -26,6 +26,7 @@ SAMPLES, SIZE = 24, 8
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2}),
     "pp2 vpp2": (2, {"pp": 2, "vpp": 2}),
+    "zbv": (2, {"pp": 2, "vpp": 2, "schedule": "zbv"}),
     "uneven": (3, {"pp": 3, "pipeline_layout": "1,0,3"}),
 }
 
@@ -135,6 +136,44 @@ def test_dropout_drops_the_same_under_every_split(page: dict[str, Any]) -> None:
     results = [run_distributed(run, *LAYOUTS[layout])[0] for layout in LAYOUTS]
     for got in results[1:]:
         assert_same(got, results[0])
+
+
+class Normed(torch.nn.Module):
+    """A layer with batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.norm(self.linear(hidden)).relu()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbh1"])
+def test_batch_norm_takes_its_statistics_from_each_micro_batch(page: dict[str, Any], schedule: str) -> None:
+    def module() -> LightningModule:
+        made = module_of(page, "Regression", dropout=0.0)
+        made.model.layers = torch.nn.ModuleList(Normed() for _ in range(4)).double()
+        return made
+
+    def run() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        mine = module()
+        weights = trained(mine, Regressions(), pp=2, schedule=schedule)
+        return weights, {name: buffer.clone() for name, buffer in mine.named_buffers()}
+
+    alone = module()
+    alone.log = lambda *_, **__: None  # type: ignore[method-assign]
+    optimizer = alone.configure_optimizers()
+    for batch in DataLoader(Regressions(), batch_size=SIZE):
+        optimizer.zero_grad()
+        for part in zip(*(tensor.split(2) for tensor in batch), strict=True):
+            (alone.training_step(part, 0) * 2 / SIZE).backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+        optimizer.step()
+    expected = dict(alone.named_buffers())
+    ranks = run_distributed(run, 2)
+    assert_same({name: ranks[0][0][name] for name, _ in alone.named_parameters()}, dict(alone.named_parameters()))
+    assert_same({name: buffer for _, buffers in ranks for name, buffer in buffers.items()}, expected)
 
 
 def test_ownership_is_what_the_page_says(page: dict[str, Any]) -> None:

@@ -25,6 +25,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ends alone": (3, {"pp": 3, "pipeline_layout": "0,4,0"}),
     "a stage with nothing to train": (3, {"pp": 3, "pipeline_layout": [4, 0, 0]}),
     "interleaved, uneven": (2, {"pp": 2, "vpp": 2, "pipeline_layout": "2,0,1*2"}),
+    "split backward, uneven": (3, {"pp": 3, "schedule": "zbh1", "pipeline_layout": "1,0,3"}),
+    "a V, uneven": (2, {"pp": 2, "vpp": 2, "schedule": "zbv", "pipeline_layout": "1,2,0,1"}),
     "by cost": (2, {"pp": 2, "vpp": 2, "pipeline_layout": "auto"}),
 }
 
