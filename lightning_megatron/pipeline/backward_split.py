@@ -18,7 +18,8 @@ The kept gradient has gone through the hooks of the product's output, which a di
 
 Note [What I lets go]
 Of what the forward saved, W needs the waiting products' part. I must keep the graph, and with it autograd would keep all
-of the rest; so before I every saved tensor is put into a ``_Held``, which is emptied afterwards.
+of the rest; so before I every saved tensor is put into a ``_Held``. What W does not need is let go by its first use, which
+is the only one that torch's own nodes make, or when its node, if that is a Function's, has run.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.weight_gradients import ask_to_wait, weight_input_of
 
@@ -49,10 +51,14 @@ class _Held:
     """A saved tensor that can be let go. See Note [What I lets go]."""
 
     tensor: Tensor | None
+    is_used_once: bool = False
 
     def get(self) -> Tensor:
-        assert self.tensor is not None, "a saved tensor was let go before its last use"
-        return self.tensor
+        tensor = self.tensor
+        assert tensor is not None, "a saved tensor was let go before its last use"
+        if self.is_used_once:
+            self.tensor = None
+        return tensor
 
 
 @dataclass(eq=False)
@@ -143,11 +149,11 @@ class SplitBackward:
         wanted: list[Any] = [leaf for node, leaf in graph.leaves.items() if node not in waiting]
         wanted += [GradientEdge(product.node, 0) for product in found]
         hooks = [product.node.register_prehook(self._prepare(product)) for product in found]
-        del graph
+        hooks += _let_go_once_used(holders, {product.node for product in found if product.computes is None} | waiting)
+        del graph, holders
         torch.autograd.backward(edges, grads, inputs=wanted, retain_graph=True)
         for hook in hooks:
             hook.remove()
-        _let_go(holders, {product.node for product in found if product.computes is None} | waiting)
         self._inputs = []
 
     def _prepare(self, product: _Product) -> Callable[[tuple[Tensor, ...]], None]:
@@ -281,11 +287,26 @@ def _hold(saved: Any, holders: list[_Held]) -> bool:
     return True
 
 
-def _let_go(holders: dict[Node, list[_Held]], needed: set[Node]) -> None:
+def _let_go_once_used(holders: dict[Node, list[_Held]], needed: set[Node]) -> list[RemovableHandle]:
+    """Make the next run of the nodes let go of what they saved, except for the needed ones. The hooks are to be removed."""
+    hooks: list[RemovableHandle] = []
     for node, held in holders.items():
-        if node not in needed:
-            for one in held:
-                one.tensor = None
+        if node in needed or not held:
+            continue
+        if isinstance(node, BackwardCFunction):
+            hooks.append(node.register_hook(_emptier(held)))  # its code may look at what it saved more than once
+            continue
+        for one in held:
+            one.is_used_once = True
+    return hooks
+
+
+def _emptier(held: list[_Held]) -> Callable[..., None]:
+    def empty(*_: Any) -> None:
+        for one in held:
+            one.tensor = None
+
+    return empty
 
 
 # Weight gradients

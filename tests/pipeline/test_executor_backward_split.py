@@ -299,6 +299,19 @@ def test_the_first_part_frees_what_it_alone_needs_and_the_second_the_rest() -> N
     assert (layer.watch.alive["i0"], layer.watch.alive["w0"]) == (0, 0)
 
 
+def test_the_first_part_frees_as_it_goes() -> None:
+    layers = [Layer(i) for i in range(3)]
+    seen: list[list[int]] = []
+    x = torch.randn(3, 4, requires_grad=True)
+    y = layers[0](x)
+    y.register_hook(lambda grad: seen.append([layer.watch.alive[f"i{i}"] for i, layer in enumerate(layers)]))
+    y = layers[2](layers[1](y))
+    backward = SplitBackward([(get_gradient_edge(y), torch.ones_like(y))], [x])
+    del y
+    backward.run_input_part()
+    assert seen == [[1, 0, 0]]
+
+
 def test_a_product_that_is_too_wide_does_not_wait() -> None:
     module = nn.Sequential(nn.Linear(H, H), nn.Linear(H, 20 * H))
     backward = parts_of(module, torch.randn(7, H, requires_grad=True), widest=8 * 7 * H)
