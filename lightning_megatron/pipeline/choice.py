@@ -4,9 +4,10 @@ Note [What auto picks]
 ``auto`` compares the schedules that run on the placement: 1F1B with ``zbh1`` for one stage a rank, interleaved 1F1B with
 ``zbv`` for two. Splitting a backward is not free (the graph is walked and kept, and products are entered twice), so the
 split one is simulated with backwards that cost ``_SPLIT_COST`` times as much (on two H200, transformer blocks of width
-4096, it was 1.03 to 1.11 times). It is picked where it makes the simulated step shorter by ``_WORTH`` and where no rank holds more micro-batches (until their weight gradients are made) than the
-fullest rank does otherwise. In effect: with few micro-batches for the number of ranks. The choice depends on sizes alone,
-so all ranks make the same one, and so does a resumed run.
+4096, it was 1.03 to 1.11 times). It is picked where it makes the simulated step shorter by ``_WORTH`` and where no rank
+holds more micro-batches (until their weight gradients are made) than the fullest rank does otherwise. In effect: with few
+micro-batches for the number of ranks. The choice depends on sizes alone, so all ranks make the same one, and so does a
+resumed run.
 """
 
 from __future__ import annotations
