@@ -76,7 +76,8 @@ def _owned(shard: Shard, values: Tensor, mesh: Mesh) -> BoxedTensor:
 
 
 def _boxed(shard: Shard, values: Tensor, keep: Any = every_box) -> BoxedTensor:
-    return BoxedTensor.from_flat_slice(values, shard.start, shard.stop, shard.param.shape, shard.sharding, keep=keep)
+    flat = values.detach().reshape(-1)
+    return BoxedTensor.from_flat_slice(flat, shard.start, shard.stop, shard.shape, shard.sharding, keep=keep)
 
 
 def _named_groups(
@@ -224,7 +225,7 @@ class OptimizerTarget:
             if state:
                 self._optimizer.state[main] = state
         for shard in self._uncopied:
-            shard.main.copy_(shard.param.detach().reshape(-1)[shard.start : shard.stop])
+            self._distributed.refresh_shard(shard)
         for key, (number, *path) in self._paths.items():
             if path[-1] not in _NAMES:
                 _set_hyperparameter(self._optimizer.param_groups[number], path, loaded[key])

@@ -31,7 +31,7 @@ from lightning_megatron.optim.finish import GradientFinisher
 from lightning_megatron.optim.guard import ParameterGuard, wait_in_forwards
 from lightning_megatron.optim.pieces import PieceStepper
 from lightning_megatron.optim.reduction import check_agreement, plan_sums
-from lightning_megatron.optim.shards import by_dtype
+from lightning_megatron.optim.shards import Shard, by_dtype
 
 __all__ = ["DistributedOptimizer", "DistributedOptimizerConfig"]
 
@@ -99,6 +99,7 @@ class DistributedOptimizer:
             self._cut.local, self._cut.gradients, buckets=self._buckets, mesh=mesh, nonfinite=config.nonfinite
         )
         install_shards(optimizer, self.shards)
+        self._shown: dict[Tensor, Tensor] = {}  # main parameters that hold their values for now
         self._stepper = self._make_stepper()
 
     def _make_stepper(self) -> PieceStepper | None:
@@ -267,16 +268,27 @@ class DistributedOptimizer:
         self.wait_parameters()
         for mains, values in self._copies():
             torch._foreach_copy_(mains, values)
-        for store in self._cut.stores.values():
+        for main, store in self._cut.stores.items():
             store.refresh()
+            if main in self._shown:
+                main.detach().view(-1).copy_(store.read(0, main.numel()))
         for matrix in self._cut.gathered:
             matrix.refresh()
+
+    @torch.no_grad()
+    def refresh_shard(self, shard: Shard) -> None:
+        """Read one main shard from the parameter. For a gathered one the ranks of tp call it together."""
+        if shard.gathered:
+            next(matrix for matrix in self._cut.gathered if matrix.shard is shard).refresh()
+        else:
+            flat = shard.param.detach().reshape(-1)[shard.start : shard.stop]
+            shard.main.copy_(flat.view(shard.main.shape))
 
     @contextmanager
     def main_values(self) -> Iterator[None]:
         """Inside the ``with`` block every ``shard.main`` holds its values, which may be changed: to save or restore them."""
         stores = self._cut.stores
-        empty = {main: main.detach() for main in stores}
+        empty = self._shown = {main: main.detach() for main in stores}
         for main, store in stores.items():
             main.data = store.read(0, main.numel()).view(main.shape)
         if self._cut.on_host and self.mesh.device.type == "cuda":
@@ -284,6 +296,7 @@ class DistributedOptimizer:
         try:
             yield
         finally:
+            self._shown = {}
             for main, store in stores.items():
                 store.write(main.detach().view(-1), 0, main.numel())
                 main.data = empty[main]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
@@ -77,44 +78,53 @@ class CheckpointingStrategy(ProcessesStrategy):
         if self.is_alone:
             say(f"{self.mesh.coordinate} no checkpoint is written to {filepath}: other ranks run on, and it takes all of them.")
             return
-        for distributed in self._distributed:
-            distributed.wait_parameters()
         checkpoint.pop("state_dict", None)
         with_optimizer = checkpoint.pop("optimizer_states", None) is not None
-        checkpoints.save(
-            self.broadcast(str(filepath)),
-            module=self._ready.module,
-            optimizers=self._distributed if with_optimizer else [],
-            meta={**checkpoint, "lightning_megatron": {"seed": self._seed}},
-            mesh=self.mesh,
-        )
+        with self._whole_optimizers():
+            checkpoints.save(
+                self.broadcast(str(filepath)),
+                module=self._ready.module,
+                optimizers=self._distributed if with_optimizer else [],
+                meta={**checkpoint, "lightning_megatron": {"seed": self._seed}},
+                mesh=self.mesh,
+            )
+
+    @contextmanager
+    def _whole_optimizers(self) -> Iterator[None]:
+        """Parameters have arrived, and main parameters hold their values."""
+        with ExitStack() as stack:
+            for distributed in self._distributed:
+                distributed.wait_parameters()
+                stack.enter_context(distributed.main_values())
+            yield
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill this rank's parameters and optimizer shards from a checkpoint directory, or from a single-file checkpoint."""
-        for distributed in self._distributed:
-            distributed.wait_parameters()
         path = self.broadcast(str(checkpoint_path))
+        with self._whole_optimizers():
+            meta, restored = self._load(path, weights_only)
+            if not restored:
+                for distributed in self._distributed:
+                    distributed.refresh_main()
+        return meta
+
+    def _load(self, path: str, weights_only: bool | None) -> tuple[dict[str, Any], bool]:
+        """Lightning's part of the checkpoint, and whether the optimizers were restored."""
         module = self._ready.module
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
         if not checkpoints.is_checkpoint(path):
             meta = checkpoints.load_state_file(path, weights_only=weights_only)
             load_unsharded(module, meta["state_dict"])
-            loaded = False
-        else:
-            result = checkpoints.load(
-                path,
-                module=module,
-                optimizers=self._distributed,
-                mesh=self.mesh,
-                load_optimizer=fitting,
-                weights_only=weights_only,
-            )
-            meta, loaded = result.meta, result.optimizers
-        if not loaded:
-            for distributed in self._distributed:
-                distributed.refresh_main()
-        return meta
+            return meta, False
+        result = checkpoints.load(
+            path,
+            module=module,
+            optimizers=self._distributed,
+            mesh=self.mesh,
+            load_optimizer=module.trainer.state.fn == TrainerFn.FITTING,
+            weights_only=weights_only,
+        )
+        return result.meta, result.optimizers
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
