@@ -171,6 +171,8 @@ class Parallelism:
         layout = self.pipeline_layout
         if layout is not None:
             shown.append(f"pipeline_layout={layout if layout == 'auto' else ','.join(map(str, layout))}")
+        if self.placement == "v":
+            shown.append("placement=v")
         return " ".join(shown) or "one rank a replica, one replica"
 
 

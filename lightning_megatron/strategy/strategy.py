@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -194,6 +195,8 @@ class MegatronStrategy(SteppingStrategy):
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         earlier = PreparedModule.of(self.lightning_module)
+        if earlier is not None and self._schedule == "auto":  # any placement will do
+            self.parallelism = replace(self.parallelism, placement=earlier.mesh.parallelism.placement)
         if self._mesh is None and earlier is not None and earlier.fits(self.parallelism, device=self.root_device):
             self._mesh = earlier.mesh
         super().setup_environment()

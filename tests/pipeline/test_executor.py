@@ -13,7 +13,7 @@ from lightning_megatron.pipeline.plan import hop, run_plan
 from lightning_megatron.pipeline.schedule import Action, Kind, Placement, placement_for, zbh1
 from lightning_megatron.pipeline.simulate import ScheduleError, simulate
 from lightning_megatron.testing import run_distributed
-from tests.pipeline.stages import Pipeline, whole_grads
+from tests.pipeline.stages import Pipeline, inputs, new_model, whole_grads
 
 CASES: dict[str, tuple[Schedule, int, int]] = {
     "1f1b": ("1f1b", 3, 1),
@@ -144,6 +144,21 @@ def test_a_rank_hands_a_hidden_state_to_its_own_next_stage_without_a_copy() -> N
 
     lower, upper = run_distributed(run, 2)[1]  # the bottom of the V: stages 1 and 2
     assert [output for _, output in lower] == [received for received, _ in upper]
+
+
+@pytest.mark.parametrize("case", ["1f1b", "interleaved", "zbv"])
+def test_a_call_outside_of_a_step_returns_the_output_on_every_rank(case: str) -> None:
+    schedule, num_ranks, num_local = CASES[case]
+
+    def run() -> list[torch.Tensor]:
+        pipeline = Pipeline(num_ranks, num_local, schedule)
+        with torch.no_grad():
+            return [pipeline.model(inputs(2)[m]) for m in (0, 1, 0)]
+
+    model = new_model(num_ranks * num_local)
+    expected = [model(inputs(2)[m]).detach() for m in (0, 1, 0)]
+    for outputs in run_distributed(run, num_ranks):
+        assert all(torch.equal(output, value) for output, value in zip(outputs, expected, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
