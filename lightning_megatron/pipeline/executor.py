@@ -21,9 +21,9 @@ from lightning_megatron.pipeline.p2p import P2P, HiddenMeta
 from lightning_megatron.pipeline.plan import RunPlan, run_plan
 from lightning_megatron.pipeline.schedule import Action, Kind, Placement
 
-# A product whose output is this many times as wide as the stage's hidden state (logits) makes its weight gradient at once:
-# see SplitBackward. A gated MLP's first product is up to 8 times as wide.
-_WIDEST = 8
+# A product whose output is more than this many times as wide as the stage's hidden state (logits) makes its weight gradient
+# at once: see SplitBackward. The first product of a gated MLP is up to 16 times as wide.
+_WIDEST = 16
 
 
 @dataclass(frozen=True)
