@@ -5,9 +5,10 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-from collections.abc import Iterator  # noqa: E402
+from collections.abc import Iterator
 
 import lightning  # noqa: F401  (imported once here, so that forked ranks do not pay for it)
+import pytest
 import torch
 
 torch.set_num_threads(1)
