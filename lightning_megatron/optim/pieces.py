@@ -11,6 +11,7 @@ piece, of everything. Step hooks of the optimizer run once for each piece.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,19 +73,45 @@ class PieceStepper:
         members = [group["params"] for group in groups]
         # Later pieces of a parameter must not see what earlier ones have made of its step count.
         self._before = {main: dict(self._optimizer.state.get(main, {})) for main in self._shards}
+        batches = self._batches(members)
+        side = _SideStream(self._optimizer_device() if self._on_host else None)
         try:
-            for batch in self._batches(members):
-                for piece in batch:
-                    self._begin(piece)
+            for index, batch in enumerate(batches):
+                if index == 0:
+                    self._prepare(batch, side)
+                side.hand_over([tensor for piece in batch for tensor in self._tensors(piece)])
+                if index + 1 < len(batches):
+                    self._prepare(batches[index + 1], side)  # comes from the host beside this piece's update
                 for number, group in enumerate(groups):
                     group["params"] = [piece.param for piece in batch if piece.group == number]
                 self._optimizer.step(**kwargs)
-                for piece in batch:
-                    self._end(piece)
+                side.take_back([tensor for piece in batch for tensor in self._tensors(piece)])
+                with side.running():
+                    for piece in batch:
+                        self._end(piece)
+            side.join()
         finally:
             self._before = {}
             for group, params in zip(groups, members, strict=True):
                 group["params"] = params
+
+    def _prepare(self, batch: list[_Piece], side: _SideStream) -> None:
+        with side.running():
+            for piece in batch:
+                self._begin(piece)
+        side.mark()
+
+    def _tensors(self, piece: _Piece) -> list[Tensor]:
+        """What a piece lends to the optimizer, and what the optimizer has made for it."""
+        assert piece.param is not None
+        return [
+            piece.param.detach(),
+            *(v for v in self._optimizer.state.get(piece.param, {}).values() if isinstance(v, Tensor)),
+        ]
+
+    def _optimizer_device(self) -> torch.device | None:
+        devices = {main.device for main in self._on_host if main.device.type == "cuda"}
+        return next(iter(devices), None)
 
     def _batches(self, members: list[list[nn.Parameter]]) -> list[list[_Piece]]:
         """Pieces with a gradient, put together up to the size of one."""
@@ -156,3 +183,50 @@ class PieceStepper:
         part = whole.view(-1)[piece.start : piece.stop]
         if part.data_ptr() != value.data_ptr():
             part.copy_(value.view(-1), non_blocking=True)
+
+
+class _SideStream:
+    """Where pieces come from the host and go back to it, in order, beside the updates; without a GPU, nothing.
+
+    Args:
+        device: the GPU; ``None`` to do everything where it is called.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ready: list[torch.cuda.Event] = []
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Work inside the ``with`` block goes onto the side."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def mark(self) -> None:
+        """Remember that a piece has been prepared."""
+        if self._stream is not None:
+            self._ready.append(self._stream.record_event())
+
+    def hand_over(self, tensors: Sequence[Tensor]) -> None:
+        """Let the updates use the piece that was marked first."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_event(self._ready.pop(0))
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(current)
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        """Let the side use what the updates have written."""
+        if self._stream is None:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
+
+    def join(self) -> None:
+        """Let all that comes after see what the side has done."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
