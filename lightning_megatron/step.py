@@ -38,6 +38,7 @@ from lightning_megatron.pipeline.capture import whole_models_seeded
 from lightning_megatron.pipeline.choice import Schedule, choose
 from lightning_megatron.pipeline.executor import PipelineExecutor, StageHooks, Step, broadcast_output, signature_of
 from lightning_megatron.pipeline.model import PipelineModel
+from lightning_megatron.pipeline.plan import run_plan
 from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.rng import seeded_user_rng
 
@@ -163,7 +164,14 @@ class TrainingEngine:
         if len(self.optimizers) != 1:
             return StageHooks()
         (optimizer,) = self.optimizers
-        return StageHooks(partial(optimizer.last_backward, pattern=num_microbatches), optimizer.backward_done)
+        plan = run_plan(self._schedule, self._mesh.pp.rank, placement=self._placement, num_microbatches=num_microbatches)
+
+        def last_backward(stage: int) -> None:
+            # Where weight gradients wait, how many still come depends on which micro-batches had a loss.
+            if plan.last_backward[stage] == plan.last_gradient[stage]:
+                optimizer.last_backward(stage)
+
+        return StageHooks(last_backward, optimizer.backward_done)
 
     def _wait_parameters(self) -> None:
         for optimizer in self.optimizers:

@@ -160,6 +160,7 @@ class MegatronStrategy(SteppingStrategy):
     @override
     def full_state_dict(self) -> dict[str, Tensor]:
         """The complete unsharded state: global name -> CPU tensor. Every rank calls it together and gets all of it."""
+        self._wait_parameters()
         return full_state_dict(self._ready)
 
     # Set-up of model, optimizers, data

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronPrecision, MegatronStrategy
 from lightning_megatron.optim import DistributedOptimizerConfig, buffers
+from lightning_megatron.optim.arrivals import Arrivals
 from lightning_megatron.optim.loss_scale import DynamicLossScale
 from lightning_megatron.pipeline.model import PipelineModel
 from lightning_megatron.testing import run_distributed
@@ -24,6 +25,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "dp2": (2, {}),
     "pp2 dp2": (4, {"pp": 2, "micro_batch_size": 2}),
+    "zbh1": (2, {"pp": 2, "micro_batch_size": 2, "schedule": "zbh1"}),
     "pp2 vpp2": (2, {"pp": 2, "vpp": 2, "micro_batch_size": 2}),
 }
 
@@ -203,8 +205,9 @@ class Overflowing(Module):
         self.sums.append(sum(float(p.detach().double().sum()) for p in self.parameters()))
 
 
-@pytest.mark.parametrize("layout", ["one", "dp2", "pp2 dp2"])
-@pytest.mark.parametrize("name", ["16-mixed", "16-true"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("16-mixed", "one"), ("16-mixed", "dp2"), ("16-mixed", "pp2 dp2"), ("16-true", "dp2")]
+)
 def test_an_overflow_on_one_replica_skips_the_step_everywhere_and_the_scale_is_resumed(
     name: str, layout: str, tmp_path: Path
 ) -> None:
@@ -280,3 +283,34 @@ def test_norms_by_module_and_counts_of_zeros_are_the_same_on_all_stages() -> Non
     for names, zeros, skipped in run_distributed(log_all, 2):
         assert names == ["model.embed", "model.head", *(f"model.layers.{i}" for i in range(4))]
         assert (zeros, skipped) == (0, 0)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2 dp2", "pp2 vpp2"])
+def test_all_buckets_are_on_their_way_when_the_last_backward_ends(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world_size, options = LAYOUTS[layout]
+    if layout == "pp2 dp2":
+        options = options | {"schedule": "1f1b"}  # one that does not split the backward
+    left: list[int] = []
+    original = Arrivals.backward_done
+
+    def backward_done(self: Arrivals, stage: int) -> None:
+        here = [bucket for bucket in self._buckets if bucket.params and self._stage_of(bucket) == stage]
+        left.append(sum(not bucket._launched for bucket in here))
+        original(self, stage)
+
+    def run() -> list[int]:
+        module, one = Module(), trainer(options, DistributedOptimizerConfig(1e-9), "32-true", accumulate_grad_batches=2)
+        one.fit(module, loader(one.strategy))
+        return left
+
+    def stage_of(self: Arrivals, bucket: buffers.Bucket) -> int:
+        index = [b for b in self._buckets for _ in b.params]
+        return next(stage for stage, params in self._stages._stages.items() if any(index[p] is bucket for p in params))
+
+    monkeypatch.setattr(Arrivals, "backward_done", backward_done)
+    monkeypatch.setattr(Arrivals, "_stage_of", stage_of, raising=False)
+    stages = 2 if layout == "pp2 vpp2" else 1
+    for counts in run_distributed(run, world_size):
+        assert all(count > 0 for count in counts[:stages])  # the first step counts arrivals
+        assert counts[stages:] == [0] * (len(counts) - stages)
+        assert len(counts) == 5 * stages

@@ -130,7 +130,7 @@ def test_where_main_values_are_kept_changes_no_bit(variant: str, optimizer: str)
     run_distributed(compare, 1, variant, optimizer, 6, 64, init_process_group=False)
 
 
-@pytest.mark.parametrize("piece_numel", [8, 100, 2**25])
+@pytest.mark.parametrize("piece_numel", [100, 2**25])
 def test_fifty_steps_with_remainders_are_those_with_copies_bit_for_bit(piece_numel: int) -> None:
     run_distributed(compare, 2, "remainder", "adamw", 50, piece_numel)
 
