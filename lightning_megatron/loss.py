@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.token_guard import TokenGuard
+
 MIXED = (
     "training_step returned {now} where an earlier micro-batch of the same optimizer step returned {before}. Return "
     "{{'loss': mean over valid tokens, 'num_tokens': n}} always, or a plain loss always."
@@ -33,8 +35,13 @@ class StepLosses:
         self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
         self.per_token: bool | None = None
 
-    def scaled(self, microbatch: int, output: Any) -> Tensor | None:
-        """The loss to differentiate for one micro-batch's output; ``None`` if it has no valid token.
+    def scaled(self, microbatch: int, output: Any, guard: TokenGuard | None = None) -> Tensor | None:
+        """The loss to differentiate for one micro-batch's output; ``None`` if it is known to have no valid token.
+
+        Args:
+            microbatch: its index.
+            output: what ``training_step`` returned.
+            guard: keeps the gradient of a micro-batch without valid tokens at zero. Without one the host reads the count.
 
         Raises:
             TypeError: the output is no loss.
@@ -50,8 +57,11 @@ class StepLosses:
             self._losses.append(loss.detach())
             self._weights.append(float(self._sizes[microbatch]))
             return loss * (self._sizes[microbatch] / (sum(self._sizes) * self._num_sharers))
-        on_host = not isinstance(num_tokens, Tensor) or num_tokens.device.type == "cpu"
-        empty = on_host and float(num_tokens) == 0
+        empty = False
+        if guard is not None and isinstance(num_tokens, Tensor):
+            guard.has_tokens = (num_tokens > 0).to(loss.device)
+        else:
+            empty = float(num_tokens) == 0
         self.num_tokens += num_tokens
         detached = loss.detach()
         # A mean over no token may be 0/0: such a micro-batch weighs nothing, and must not turn the others into NaN.

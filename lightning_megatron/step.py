@@ -6,7 +6,7 @@ Lightning calls, for every batch::
         split the batch                      micro_batch.py
         run the schedule                     pipeline/schedule.py, pipeline/executor.py
             the user's training_step         on every stage, see pipeline/capture.py
-            loss normalisation               loss.py
+            loss normalisation               loss.py, token_guard.py
             backward, fp32 accumulation      optim/buffers.py
         replay the logs on every rank        log_replay.py
     Strategy.backward ─► TrainingEngine.finish_gradients      on the last accumulated batch
@@ -41,6 +41,7 @@ from lightning_megatron.pipeline.model import PipelineModel
 from lightning_megatron.pipeline.plan import run_plan
 from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.rng import seeded_user_rng
+from lightning_megatron.token_guard import GuardedModels, TokenGuard
 
 
 class TrainingEngine:
@@ -77,6 +78,8 @@ class TrainingEngine:
         self._recorder = LogRecorder(module, mesh=mesh, last_stage_rank=placement.last_rank)
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._per_token: bool | None = None
+        self._guarded = GuardedModels(child for child in module.modules() if isinstance(child, PipelineModel))
+        self._guards: dict[int, TokenGuard] = {}
         self._has_said_schedule = False
         self.optimizers: list[DistributedOptimizer] = []
         self.scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss
@@ -156,7 +159,7 @@ class TrainingEngine:
         self._per_token = None
 
     def _differentiable(self, losses: StepLosses, microbatch: int, output: Any) -> Tensor | None:
-        loss = losses.scaled(microbatch, output)
+        loss = losses.scaled(microbatch, output, self._guards[microbatch] if self._guarded.is_attached else None)
         return None if loss is None else self.scale_loss(loss)
 
     def _reduction_hooks(self, num_microbatches: int) -> StageHooks:
@@ -207,7 +210,13 @@ class TrainingEngine:
             # On the rank of the last stage an earlier stage's run of the step comes on top of the one that counts.
             discard = self._metrics.discarded() if self.is_last_stage and not is_last_stage else nullcontext()
             names, device = seed_names[microbatch], self._mesh.device
-            with discard, seeded_user_rng(device, *names, "step"), whole_models_seeded(whole, device, names):
+            self._guards[microbatch] = guard = TokenGuard()
+            with (
+                self._guarded.guarding(guard),
+                discard,
+                seeded_user_rng(device, *names, "step"),
+                whole_models_seeded(whole, device, names),
+            ):
                 return method(batch[microbatch], *rest)
 
         signatures: list[Hashable] = [(name, signature_of(microbatch)) for microbatch in batch]
