@@ -52,9 +52,9 @@ def _reset(child: nn.Module, prefix: str, device: torch.device, seed: int, made:
         )
     for name, param in list(child.named_parameters(recurse=False)):
         if param.is_meta:
-            fresh = made.get(id(param)) or nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
-            made[id(param)] = fresh
-            child.register_parameter(name, fresh)
+            if id(param) not in made:
+                made[id(param)] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+            child.register_parameter(name, made[id(param)])
     for name, buffer in list(child.named_buffers(recurse=False)):
         if buffer.is_meta:
             child.register_buffer(name, torch.empty_like(buffer, device=device), name not in child._non_persistent_buffers_set)
