@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -60,11 +60,6 @@ def _reset(child: nn.Module, prefix: str, device: torch.device, seed: int, made:
             child.register_buffer(name, torch.empty_like(buffer, device=device), name not in child._non_persistent_buffers_set)
     with seeded_rng(device, seed, "init", prefix):
         reset()
-
-
-def named_unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter once, under the first of its names."""
-    yield from module.named_parameters(remove_duplicate=True)
 
 
 @torch.no_grad()

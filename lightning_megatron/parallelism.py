@@ -6,8 +6,6 @@ Nothing here touches a process group. ``Parallelism`` is the intent; ``lightning
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
-from math import prod
 from typing import Literal
 
 DENSE_AXES = ("tp", "cp", "pp", "dp")
@@ -157,13 +155,6 @@ class Parallelism:
     def _dense_sizes(self, world_size: int) -> dict[str, int]:
         return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": self.data_parallel_size(world_size)}
 
-    def grid_shape(self, world_size: int) -> tuple[int, ...]:
-        """Axis sizes from the slowest to the fastest rank digit: the shape that turns ``range(world_size)`` into the grid."""
-        sizes = self._dense_sizes(world_size)
-        shape = tuple(sizes[axis] for axis in reversed(self.order.split("-")))
-        assert prod(shape) == world_size
-        return shape
-
     def describe(self, world_size: int) -> str:
         """One line, for logs: ``tp=2 pp=2 dp=1``, axes of size 1 left out."""
         sizes = {**self._dense_sizes(world_size), "vpp": self.vpp, "ep": self.ep, "etp": self.etp}
@@ -189,15 +180,3 @@ def pipeline_edges(parallelism: Parallelism, world_size: int) -> list[tuple[int,
         else:
             pairs += down + ([(ranks[-1], ranks[0])] if parallelism.vpp > 1 else [])
     return pairs
-
-
-def coordinates(parallelism: Parallelism, world_size: int) -> list[dict[str, int]]:
-    """Coordinates of all ranks, in rank order."""
-    return [parallelism.coordinate(rank, world_size) for rank in range(world_size)]
-
-
-def check_grid(parallelism: Parallelism, world_size: int) -> None:
-    """Assert (for tests) that ranks and dense coordinates are one-to-one."""
-    seen = {tuple(c[a] for a in DENSE_AXES) for c in coordinates(parallelism, world_size)}
-    sizes = parallelism._dense_sizes(world_size)
-    assert seen == set(product(*(range(sizes[a]) for a in DENSE_AXES)))

@@ -30,9 +30,6 @@ def check_options(
     parallelism: Parallelism,
     *,
     schedule: Schedule,
-    backend: str,
-    plan: object,
-    recompute: object,
     micro_batch_size: int | None,
     num_microbatches: int | None,
 ) -> None:
@@ -55,15 +52,6 @@ def check_options(
         raise ValueError(f"schedule='zbv' runs two stages a rank, but vpp={parallelism.vpp}; set vpp=2 or use 'zbh1'.")
     if schedule == "interleaved" and parallelism.vpp == 1:
         raise ValueError("schedule='interleaved' needs vpp >= 2 stages a rank, but vpp=1; raise vpp or use '1f1b'.")
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend={backend!r} is not there yet in this version; use 'torch' or 'auto'.")
-    if plan is not None:
-        raise ValueError(
-            "plan=... is not there yet in this version: modules of plain nn.Linear layers stay whole on each tensor-parallel "
-            "rank. Build the model from lightning_megatron.tensor_parallel layers, or leave plan=None."
-        )
-    if recompute is not None:
-        raise ValueError(f"recompute={recompute!r} is not there yet in this version; set recompute=None.")
     if micro_batch_size is not None and num_microbatches is not None:
         raise ValueError(
             f"micro_batch_size={micro_batch_size} and num_microbatches={num_microbatches} fix the same thing; give one of them."
@@ -74,6 +62,24 @@ def check_options(
     if num_microbatches is not None:
         placement = Placement(parallelism.pp, parallelism.vpp, parallelism.placement)
         _check_schedule(schedule, placement, num_microbatches, f"num_microbatches={num_microbatches}")
+
+
+def refuse_later(*, backend: str, plan: object, recompute: object, checkpoint: object) -> None:
+    """Refuse options whose capability is yet to come, unless they are neutral.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if backend not in ("auto", "torch"):
+        raise ValueError(f"backend={backend!r} is not there yet in this version; use 'torch' or 'auto'.")
+    if plan is not None:
+        raise ValueError(
+            "plan=... is not there yet in this version: modules of plain nn.Linear layers stay whole on each tensor-parallel "
+            "rank. Build the model from lightning_megatron.tensor_parallel layers, or leave plan=None."
+        )
+    for name, value in (("recompute", recompute), ("checkpoint", checkpoint)):
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is not there yet in this version; leave {name}=None.")
 
 
 def check_num_microbatches(schedule: Schedule, placement: Placement, *, batch_size: int, micro_batch_size: int) -> None:

@@ -31,7 +31,7 @@ from lightning_megatron.step import TrainingEngine
 from lightning_megatron.strategy.full_state import full_state_dict
 from lightning_megatron.strategy.loaders import seed_workers_by_replica, shard_over_replicas, share_generator_states
 from lightning_megatron.strategy.num_batches import same_num_batches
-from lightning_megatron.strategy.options import check_num_microbatches, check_options, check_trainer
+from lightning_megatron.strategy.options import check_num_microbatches, check_options, check_trainer, refuse_later
 from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.strategy.report import print_layout
 from lightning_megatron.strategy.steps import SteppingStrategy
@@ -104,7 +104,7 @@ class MegatronStrategy(SteppingStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        layout = parse_layout(pipeline_layout)
+        refuse_later(backend=backend, plan=plan, recompute=recompute, checkpoint=checkpoint)
         self._schedule = frozen(schedule)
         parallelism = Parallelism(
             tp=tp,
@@ -115,20 +115,11 @@ class MegatronStrategy(SteppingStrategy):
             etp=etp,
             sequence_parallel=sequence_parallel,
             order=order,
-            pipeline_layout=layout,
+            pipeline_layout=parse_layout(pipeline_layout),
             placement=style_for(self._schedule, pp, vpp, num_microbatches),
         )
-        check_options(
-            parallelism,
-            schedule=self._schedule,
-            backend=backend,
-            plan=plan,
-            recompute=recompute,
-            micro_batch_size=micro_batch_size,
-            num_microbatches=num_microbatches,
-        )
-        if checkpoint is not None:
-            raise ValueError(f"checkpoint={checkpoint!r} is not there yet in this version; leave checkpoint=None.")
+        numbers = {"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches}
+        check_options(parallelism, schedule=self._schedule, **numbers)
         super().__init__(
             parallelism,
             accelerator=accelerator,
