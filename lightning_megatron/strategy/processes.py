@@ -164,7 +164,8 @@ class ProcessesStrategy(ParallelStrategy):
         on_gpu = self.root_device.type == "cuda"
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         kwargs: dict[str, Any] = {"device_id": self.root_device} if on_gpu else {}
-        if not dist.is_initialized() and on_gpu:
+        if not dist.is_initialized():
+            # Groups that are still there when the interpreter ends can abort the process: their threads are not joined.
             atexit.register(_destroy_dist_connection)
         check_process_group(self.world_size)
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, **kwargs)
