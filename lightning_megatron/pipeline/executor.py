@@ -147,10 +147,10 @@ class PipelineExecutor:
                 assert self.runner is not None
                 job.output = self.runner.run(job, *self._calls[m])
         if not part.is_last:
+            self._p2p.send_hidden(part.stage, m, job.output)  # first of all: the next stage waits for it
             leaves = _float_leaves(job.output)
             record.edges = [get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in leaves]
             record.width = max((leaf.numel() for leaf in leaves), default=0)
-            self._p2p.send_hidden(part.stage, m, job.output)
         else:
             record.loss = step.loss(m, result) if step.loss is not None else None
             record.width = max((leaf.numel() for leaf in record.inputs), default=0)
@@ -261,6 +261,8 @@ def signature_of(batch: Any) -> Hashable:
 
 
 def _float_leaves(hidden: Any) -> list[Tensor]:
+    if isinstance(hidden, Tensor):
+        return [hidden] if hidden.is_floating_point() else []
     _, leaves = HiddenMeta.of(hidden)
     return [leaf for leaf in leaves if leaf.is_floating_point()]
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -122,10 +123,16 @@ def _accepted(function: Callable[..., Any], named: dict[str, Any]) -> dict[str, 
     if not named:
         return named
     function = function.forward if isinstance(function, nn.Module) else function
+    names = _parameter_names(getattr(function, "__func__", function))
+    return named if names is None else {name: value for name, value in named.items() if name in names}
+
+
+@lru_cache(maxsize=1024)
+def _parameter_names(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of a function's parameters; ``None`` if it takes any. Remembered: this is asked for every layer's call."""
     parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return named
-    return {name: value for name, value in named.items() if name in parameters}
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return None if takes_any else frozenset(parameters)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ class HiddenMeta:
         Raises:
             TypeError: a leaf is not a tensor.
         """
+        if isinstance(hidden, Tensor):
+            return cls(None, ((tuple(hidden.shape), hidden.dtype),)), [hidden]
         leaves, spec = tree_flatten(hidden)
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
@@ -60,8 +62,7 @@ class HiddenMeta:
                     f"a hidden state must be a tensor or a pytree of tensors; it holds a {type(leaf).__name__}. Give layers "
                     f"what is not a tensor through context()."
                 )
-        bare = isinstance(hidden, Tensor)
-        return cls(None if bare else spec, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)), leaves
+        return cls(spec, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)), leaves
 
     def rebuilt(self, leaves: list[Tensor]) -> Any:
         """The hidden state of this form with the given leaves."""
