@@ -73,7 +73,7 @@ class TrainingEngine:
         num_microbatches: int | None,
     ) -> None:
         self._module, self._mesh, self._placement, self._executor = module, mesh, placement, executor
-        self._metrics, self._seed, self._schedule = metrics, seed, schedule
+        self._metrics, self.seed, self._schedule = metrics, seed, schedule
         self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
         self._recorder = LogRecorder(module, mesh=mesh, last_stage_rank=placement.last_rank)
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -203,7 +203,7 @@ class TrainingEngine:
         whole = (
             [child for child in self._module.modules() if isinstance(child, PipelineModel)] if self._mesh.pp.size == 1 else []
         )
-        seed_names = [(self._seed, name, *position, m, self._mesh.dp.rank) for m in range(len(batch))]
+        seed_names = [(self.seed, name, *position, m, self._mesh.dp.rank) for m in range(len(batch))]
 
         def run(microbatch: int, is_last_stage: bool) -> Any:
             self._recorder.begin(microbatch, batch.sizes[microbatch], keep=is_last_stage)

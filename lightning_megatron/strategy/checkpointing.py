@@ -107,7 +107,15 @@ class CheckpointingStrategy(ProcessesStrategy):
             if not restored:
                 for distributed in self._distributed:
                     distributed.refresh_main()
+        if self._ready.module.trainer.state.fn == TrainerFn.FITTING:
+            self._draw_on_from(meta)
         return meta
+
+    def _draw_on_from(self, meta: dict[str, Any]) -> None:
+        """Seed a resumed run as the run that wrote the checkpoint: it draws the same masks and orders of samples."""
+        seed = meta.get("lightning_megatron", {}).get("seed")
+        if seed is not None:
+            self._seed = self._steps.seed = seed
 
     def _load(self, path: str, weights_only: bool | None) -> tuple[dict[str, Any], bool]:
         """Lightning's part of the checkpoint, and whether the optimizers were restored."""
