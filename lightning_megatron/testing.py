@@ -17,9 +17,11 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -59,7 +61,7 @@ def run_distributed(
     folder = tempfile.mkdtemp(prefix="lightning_megatron_")
     processes, pending = [], {}
     for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
+        receiver, sender = context.Pipe()
         job = _Job(rank, world_size, folder, collective_timeout_seconds if init_process_group else None)
         process = context.Process(target=_child, args=(job, sender, fn, args))
         process.start()
@@ -106,18 +108,33 @@ def _collect(
             else:
                 errors[rank] = value
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-    for rank in pending.values():
-        os.kill(processes[rank].pid, signal.SIGUSR1)  # asks for the stacks, see faulthandler below
+    for connection in pending:
+        _ask_for_stacks(connection)
     time.sleep(0.3 if pending else 0.0)
     for rank in pending.values():
-        errors[rank] = f"--- rank {rank} still running ---\n" + Path(folder, f"stacks{rank}").read_text()
+        stacks = Path(folder, f"stacks{rank}")
+        errors[rank] = f"--- rank {rank} still running ---\n" + (stacks.read_text() if stacks.exists() else "(no stacks)")
     return results, errors
+
+
+def _ask_for_stacks(connection: Any) -> None:
+    with suppress(OSError):
+        connection.send_bytes(b"stacks")
+
+
+def _answer_with_stacks(connection: Connection, path: str) -> None:
+    """Wait to be asked, on a thread: a signal would not do, since Lightning resets them all when a Trainer is done."""
+    with suppress(EOFError, OSError):
+        connection.recv_bytes()
+        with open(path, "w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
 
 
 def _child(job: _Job, connection: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setpgrp()  # its own group, so that its DataLoader workers are killed with it
-    faulthandler.register(signal.SIGUSR1, file=open(f"{job.folder}/stacks{job.rank}", "w"), all_threads=True)  # noqa: SIM115
+    stacks = (connection, f"{job.folder}/stacks{job.rank}")
+    threading.Thread(target=_answer_with_stacks, args=stacks, daemon=True, name="stacks").start()
     _set_environment(job)
     torch.set_num_threads(1)
     torch.manual_seed(0)
