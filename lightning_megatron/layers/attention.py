@@ -86,5 +86,5 @@ class Attention(nn.Module):
         if context.rope is not None:
             q = self._backend.rotate(q, context.rope.cos, context.rope.sin)
             k = self._backend.rotate(k, context.rope.cos, context.rope.sin)
-        attended: Tensor = self.out(self.core(q, k, v))
+        attended: Tensor = self.out(self.core(q, k, v, context))
         return attended

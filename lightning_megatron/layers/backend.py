@@ -78,8 +78,9 @@ class Backend(Protocol):
     def core_attention(self, *, dropout: float, mesh: Mesh) -> nn.Module:
         """Causal softmax attention of this rank's heads, without parameters.
 
-        Called with q ``[S, B, heads/tp, head_dim]`` and k, v ``[S, B, kv_heads/tp, head_dim]``, where neighbouring query
-        heads share a key/value head; returns ``[S, B, heads/tp * head_dim]``.
+        Called as ``core(q, k, v, context)`` with q ``[S, B, heads/tp, head_dim]`` and k, v ``[S, B, kv_heads/tp, head_dim]``,
+        where neighbouring query heads share a key/value head, and the ``SequenceContext`` of the micro-batch; returns
+        ``[S, B, heads/tp * head_dim]``.
         """
         ...
 

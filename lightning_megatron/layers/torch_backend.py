@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_megatron.layers.backend import Activation, NormSpec
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.rope import apply_rope
+from lightning_megatron.layers.sequence import SequenceContext
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.rng import shard_rng
 from lightning_megatron.sharding import Init
@@ -83,7 +84,7 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.dropout, self._tp = dropout, mesh.tp
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Queries ``[S, B, h, d]``, keys and values ``[S, B, g, d]`` with g dividing h, to ``[S, B, h * d]``."""
         if self.training and self.dropout > 0.0:
             with shard_rng(self._tp, q.device):

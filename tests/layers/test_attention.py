@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_megatron.layers.attention import check_heads, qkv_parts
+from lightning_megatron.layers.sequence import SequenceContext
 from lightning_megatron.layers.torch_backend import CausalAttention
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.parallelism import Parallelism
@@ -23,7 +24,7 @@ def test_grouped_causal_attention_equals_explicit_softmax_with_gradients() -> No
     scores = torch.einsum("sbhd,tbhd->bhst", q, wide_k) / 2
     scores = scores.masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), float("-inf"))
     expected = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), wide_v).flatten(2)
-    attended = CausalAttention(dropout=0.0, mesh=Mesh())(q, k, v)
+    attended = CausalAttention(dropout=0.0, mesh=Mesh())(q, k, v, SequenceContext(7, 7))
     assert attended.shape == (7, 2, 24)
     assert_close(attended, expected)
     weights = torch.randn_like(attended)
@@ -35,7 +36,9 @@ def test_grouped_attention_in_bfloat16_is_near_that_in_fp32() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(16, 2, heads, 8) for heads in (6, 3, 3))
     core = CausalAttention(dropout=0.0, mesh=Mesh())
-    assert_close(core(q.bfloat16(), k.bfloat16(), v.bfloat16()).float(), core(q, k, v), rtol=2e-2, atol=2e-2)
+    context = SequenceContext(16, 16)
+    rounded = core(q.bfloat16(), k.bfloat16(), v.bfloat16(), context).float()
+    assert_close(rounded, core(q, k, v, context), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(8, 2, 4), (8, 1, 4), (8, 2, 2), (8, 8, 4), (12, 2, 4)])
@@ -71,10 +74,10 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers(heads: int, kv_he
 def test_attention_dropout_differs_between_tp_ranks_and_stops_in_evaluation() -> None:
     def attended() -> tuple[Tensor, Tensor, Tensor]:
         core = CausalAttention(dropout=0.5, mesh=Mesh.create(Parallelism(tp=2), device=CPU))
-        q = torch.ones(16, 1, 2, 4)
-        dropped = core(q, q, q)
+        q, context = torch.ones(16, 1, 2, 4), SequenceContext(16, 16)
+        dropped = core(q, q, q, context)
         state = torch.get_rng_state()
-        return dropped, state, core.eval()(q, q, q)
+        return dropped, state, core.eval()(q, q, q, context)
 
     (first, first_state, evaluated), (second, second_state, _) = run_distributed(attended, 2)
     assert not torch.equal(first, second)
