@@ -28,6 +28,8 @@ class DistributedOptimizerConfig:
             ``none``, the 16-bit values themselves.
         state_dtype: what fp32 states of the optimizer are kept in between steps. ``bf16`` halves moments, rounded to nearest.
         offload_fraction: the part of main parameters and optimizer states, 0 to 1, that is kept in host memory.
+        fused_adam: step torch's Adam and AdamW in one pass over memory; ``None``: on CUDA, where it is faster. Results differ
+            from the optimizer's own step by rounding in fp32.
         nonfinite: what to do about a gradient that is not finite: ``raise`` (the message names the first parameter and where
             it lies), ``skip`` the step and count it, or ``ignore`` it. All but ``ignore`` make the host wait for the gradient
             norm once in a step. With a loss scale a step with an overflow is always skipped.
@@ -43,6 +45,7 @@ class DistributedOptimizerConfig:
     main_param: MainParam = "fp32"
     state_dtype: StateDtype = "fp32"
     offload_fraction: float = 0.0
+    fused_adam: bool | None = None
     nonfinite: NonFinitePolicy = "raise"
 
     def __post_init__(self) -> None:

@@ -29,9 +29,9 @@ from lightning_megatron.optim.cutting import cut_buckets
 from lightning_megatron.optim.elementwise import install_shards, trainable_parameters, wants_whole_parameters
 from lightning_megatron.optim.finish import GradientFinisher
 from lightning_megatron.optim.guard import ParameterGuard, wait_in_forwards
-from lightning_megatron.optim.pieces import PieceStepper
 from lightning_megatron.optim.reduction import check_agreement, plan_sums
 from lightning_megatron.optim.shards import Shard, by_dtype
+from lightning_megatron.optim.stepper import Stepper
 
 __all__ = ["DistributedOptimizer", "DistributedOptimizerConfig"]
 
@@ -95,19 +95,17 @@ class DistributedOptimizer:
         self.shards = self._cut.shards
         self._sums = plan_sums(self._cut.local, self._cut.gradients, mesh=mesh)
         check_agreement(self._buckets, self._sums, mesh=mesh)
-        self._finisher = GradientFinisher(
-            self._cut.local, self._cut.gradients, buckets=self._buckets, mesh=mesh, nonfinite=config.nonfinite
-        )
         install_shards(optimizer, self.shards)
         self._shown: dict[Tensor, Tensor] = {}  # main parameters that hold their values for now
-        self._stepper = self._make_stepper()
-
-    def _make_stepper(self) -> PieceStepper | None:
-        config, cut = self._config, self._cut
-        if not (cut.stores or cut.on_host) and config.state_dtype == "fp32":
-            return None
-        state_dtype = torch.bfloat16 if config.state_dtype == "bf16" else torch.float32
-        return PieceStepper(self.optimizer, self.shards, stores=cut.stores, state_dtype=state_dtype, on_host=cut.on_host)
+        self._stepper = Stepper(optimizer, self._cut, config=config, device=mesh.device)
+        self._finisher = GradientFinisher(
+            self._cut.local,
+            self._cut.gradients,
+            buckets=self._buckets,
+            mesh=mesh,
+            nonfinite=config.nonfinite,
+            direct=self._stepper.reads_buffer,
+        )
 
     def last_backward(self, stage: int = 0, *, pattern: Hashable = None) -> None:
         """Say that the backward which begins now is the stage's last of this step: buckets are reduced as it fills them.
@@ -198,16 +196,10 @@ class DistributedOptimizer:
         return self._finisher.num_zero_gradients()
 
     def step(self, **kwargs: Any) -> None:
-        """Step the optimizer, whose values it gets from where they are kept: see Note [A step in pieces].
-
-        With fp32 main parameters, states as the optimizer makes them and nothing on the host this is ``optimizer.step()``.
-        """
+        """Step the optimizer on the shards, by whatever way suits it: see ``optim/stepper.py``."""
         for matrix in self._cut.gathered:
             matrix.before_step()
-        if self._stepper is None:
-            self.optimizer.step(**kwargs)
-        else:
-            self._stepper.step(**kwargs)
+        self._stepper.step(self._finisher.take_factor(), **kwargs)
         for matrix in self._cut.gathered:
             matrix.after_step()
 
@@ -221,7 +213,7 @@ class DistributedOptimizer:
             self.zero_gradients()
             return
         self.wait_parameters()  # of the step before, if nothing has read them
-        for mains, values in self._copies():
+        for mains, values in self._copies(written=self._stepper.writes_values):
             torch._foreach_copy_(values, mains)
         for bucket in reversed(self._buckets):  # in the order in which a forward wants them
             bucket.launch_gather()
@@ -301,8 +293,14 @@ class DistributedOptimizer:
                 store.write(main.detach().view(-1), 0, main.numel())
                 main.data = empty[main]
 
-    def _copies(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Main shards that are copies, and the ranges of the parameter buffer they belong to, one pair of lists a dtype."""
+    def _copies(self, *, written: bool = False) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Main shards that are copies, and the ranges of the parameter buffer they belong to, one pair of lists a dtype.
+
+        Args:
+            written: leave everything out: whoever changed the main shards has written the ranges, too.
+        """
+        if written:
+            return []
         apart = {id(main) for main in self._cut.stores} | {id(shard.main) for shard in self.shards if shard.gathered}
         pairs = [
             (shard.main.detach().view(-1), value)

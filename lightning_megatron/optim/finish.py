@@ -31,6 +31,7 @@ class GradientFinisher:
         buckets: for finding out where a gradient that is not finite came from.
         mesh: the running layout.
         nonfinite: what to do about gradients that are not finite.
+        direct: the step reads the gradient buffer itself and multiplies by ``take_factor()``.
 
     Attributes:
         grad_norm: norm of the whole gradient (0-dim fp64), the same on every rank.
@@ -46,7 +47,9 @@ class GradientFinisher:
         buckets: Sequence[Bucket],
         mesh: Mesh,
         nonfinite: NonFinitePolicy,
+        direct: bool = False,
     ) -> None:
+        self._direct, self._deferred = direct, False
         self._shards, self._gradients, self._buckets, self._mesh = shards, gradients, buckets, mesh
         self._policy = nonfinite
         self.grad_norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -78,6 +81,7 @@ class GradientFinisher:
         for shard, gradient in zip(self._shards, self._gradients, strict=True):
             if shard.main.dtype == gradient.dtype:
                 shard.main.grad = gradient.view_as(shard.main)
+        self._deferred = defer and self._direct
         if not defer:
             self.apply()
 
@@ -100,8 +104,17 @@ class GradientFinisher:
 
     def clip_by_value(self, value: float) -> None:
         """Clamp each element to ``[-value, value]``."""
+        self._deferred = False
         self.apply()
-        clamp([shard.main.grad for shard in self._shards if shard.main.grad is not None], value)
+        if self._direct:
+            clamp(self._gradients, value)
+        else:
+            clamp([shard.main.grad for shard in self._shards if shard.main.grad is not None], value)
+
+    def take_factor(self) -> Tensor | None:
+        """What gradients are still to be multiplied by (0-dim), for a step that does it; ``None`` if it is done."""
+        factor, self._factor = self._factor, None
+        return factor
 
     def _multiply(self, coefficient: Tensor | None) -> None:
         factor, self._factor = self._factor, None
@@ -109,6 +122,15 @@ class GradientFinisher:
             coefficient = coefficient * factor
         elif factor is not None:
             coefficient = factor
+        if self._deferred:
+            self._factor = coefficient
+        elif self._direct:
+            if coefficient is not None:
+                multiply(self._gradients, coefficient)
+        else:
+            self._multiply_for_optimizer(coefficient)
+
+    def _multiply_for_optimizer(self, coefficient: Tensor | None) -> None:
         narrow = [shard.main.grad for shard in self._shards if shard.main.grad is not None and self._is_narrow(shard)]
         if coefficient is not None:
             wide = [g for shard, g in zip(self._shards, self._gradients, strict=True) if not self._is_narrow(shard)]
@@ -125,7 +147,7 @@ class GradientFinisher:
 
     def clear(self) -> None:
         """Forget the step."""
-        self.should_skip, self._factor = False, None
+        self.should_skip, self._factor, self._deferred = False, None, False
         for shard in self._shards:
             shard.main.grad = None
 

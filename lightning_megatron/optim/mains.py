@@ -58,24 +58,27 @@ class RemainderStore:
     Args:
         narrow: the range of the parameter buffer, ``[n]`` in bf16.
         host: keep the bits in host memory.
+
+    Attributes:
+        rest: the bits.
     """
 
     def __init__(self, narrow: Tensor, *, host: bool) -> None:
         self._narrow = narrow
         place = torch.device("cpu") if host else narrow.device
-        self._rest = Remainder(narrow.numel(), device=place, pinned=host and _can_pin())
+        self.rest = Remainder(narrow.numel(), device=place, pinned=host and _can_pin())
 
     def read(self, start: int, stop: int) -> Tensor:
         """See ``MainStore``."""
-        return self._rest.join(self._narrow[start:stop], start, stop)
+        return self.rest.join(self._narrow[start:stop], start, stop)
 
     def write(self, values: Tensor, start: int, stop: int) -> None:
         """See ``MainStore``."""
-        self._rest.split(values, self._narrow[start:stop], start, stop)
+        self.rest.split(values, self._narrow[start:stop], start, stop)
 
     def refresh(self) -> None:
         """See ``MainStore``."""
-        self._rest.zero()
+        self.rest.zero()
 
 
 def _can_pin() -> bool:

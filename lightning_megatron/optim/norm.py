@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_megatron import kernels
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.shards import Shard, by_dtype
 
@@ -27,6 +28,10 @@ def counted_ranges(shard: Shard, mesh: Mesh) -> list[tuple[int, int]]:
 
 def squared_norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of each tensor: ``[len(tensors)]`` in fp64, in one pass. Each is summed in its own dtype."""
+    if device.type == "cuda" and kernels.available() and all(tensor.dtype == torch.float32 for tensor in tensors):
+        from lightning_megatron.kernels.sum_of_squares import sums_of_squares
+
+        return sums_of_squares(tensors, device)
     norms: dict[int, Tensor] = {}
     for same in by_dtype(tensors):
         norms |= {id(tensor): norm for tensor, norm in zip(same, torch._foreach_norm(same, 2.0), strict=True)}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_megatron.optim.mains import MainStore
 from lightning_megatron.optim.shards import Shard
 
-PIECE_NUMEL = 2**25
+PIECE_NUMEL = 2**22  # 16 MiB in fp32: the two pieces that are under way at a time are small beside any model
 
 
 @dataclass
@@ -43,8 +43,8 @@ class PieceStepper:
     """Steps an optimizer piece by piece.
 
     Args:
-        optimizer: its groups hold ``shards``' main parameters.
-        shards: this rank's shards.
+        optimizer: its groups hold the main parameters.
+        shards: the shards to step; the others stay as they are.
         stores: where the main values of a shard are kept, by its main parameter; others are updated in place.
         state_dtype: what states in fp32 are kept in between steps.
         on_host: the main parameters whose states are kept in host memory.
@@ -119,7 +119,7 @@ class PieceStepper:
         room = self._numel
         for number, params in enumerate(members):
             for main in params:
-                for piece in self._cut(self._shards[main], number) if main.grad is not None else []:
+                for piece in self._cut(self._shards[main], number) if main in self._shards and main.grad is not None else []:
                     size = piece.stop - piece.start
                     if room is not None and batches[-1] and size > room:
                         batches.append([])

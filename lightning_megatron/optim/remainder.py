@@ -28,6 +28,13 @@ class Remainder:
         self.low = torch.zeros(numel, dtype=torch.int16, device=device, pin_memory=pinned)
         self.ties = torch.zeros(-(-numel // 8), dtype=torch.uint8, device=device, pin_memory=pinned)
 
+    @classmethod
+    def of(cls, low: Tensor, ties: Tensor) -> Remainder:
+        """Bits that are kept already: int16 ``[n]`` and uint8 ``[n / 8]``."""
+        rest = cls.__new__(cls)
+        rest.low, rest.ties = low, ties
+        return rest
+
     def zero(self) -> None:
         """Make the fp32 values equal to the bf16 ones."""
         self.low.zero_()

@@ -1,0 +1,121 @@
+"""Adam's update of one flat shard in one pass over memory: main value, moments and the new 16-bit parameter."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+_WARPS = 8
+_IN_PLACE, _COPY, _REMAINDER = 0, 1, 2
+
+
+@triton.jit
+def _adam(
+    value_ptr,
+    main_ptr,
+    ties_ptr,
+    grad_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    scale_ptr,
+    rates_ptr,
+    numel,
+    keep,
+    decay,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    KIND: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    inside = at < numel
+    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    exp_avg = tl.load(exp_avg_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if KIND == 2:
+        high = tl.load(value_ptr + at, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
+        low = tl.load(main_ptr + at, mask=inside, other=0).to(tl.int32)
+        tie = (tl.load(ties_ptr + at // 8, mask=inside, other=0).to(tl.int32) >> (at % 8).to(tl.int32)) & 1
+        main = ((high << 16) + low + (tie << 16)).to(tl.float32, bitcast=True)
+    elif KIND == 1:
+        main = tl.load(main_ptr + at, mask=inside, other=0.0)
+    else:
+        main = tl.load(value_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        grad = grad * tl.load(scale_ptr)
+    if HAS_DECAY:
+        grad = grad + decay * main
+    rate = tl.load(rates_ptr)
+    widen = tl.load(rates_ptr + 1)
+    main = main * keep
+    exp_avg = beta1 * exp_avg + rest1 * grad
+    exp_avg_sq = beta2 * exp_avg_sq + rest2 * grad * grad
+    main = main - rate * tl.div_rn(exp_avg, tl.sqrt_rn(exp_avg_sq) * widen + eps)
+    tl.store(exp_avg_ptr + at, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq_ptr + at, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=inside)
+    value = main.to(value_ptr.dtype.element_ty)
+    tl.store(value_ptr + at, value, mask=inside)
+    if KIND == 1:
+        tl.store(main_ptr + at, main, mask=inside)
+    if KIND == 2:
+        rest = main.to(tl.int32, bitcast=True) - (value.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        tl.store(main_ptr + at, rest.to(tl.int16), mask=inside)
+        flags = tl.reshape((rest == 32768).to(tl.int32), (BLOCK // 8, 8)) << tl.arange(0, 8)[None, :]
+        byte = first // 8 + tl.arange(0, BLOCK // 8)
+        tl.store(ties_ptr + byte, tl.sum(flags, axis=1).to(tl.uint8), mask=byte * 8 < numel)
+
+
+def adam_(
+    value: Tensor,
+    main: Tensor | None,
+    ties: Tensor | None,
+    *,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    scale: Tensor | None,
+    rates: Tensor,
+    weight_decay: float,
+    lr: float,
+    decoupled: bool,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Update in place; arithmetic in fp32. See ``optim.fused_adam.AdamUpdate``."""
+    numel = value.numel()
+    if numel == 0:
+        return
+    kind = _IN_PLACE if main is None else _COPY if ties is None else _REMAINDER
+    with torch.cuda.device(value.device):
+        _adam[(triton.cdiv(numel, _BLOCK),)](
+            value,
+            value if main is None else main,
+            value if ties is None else ties,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            rates if scale is None else scale,
+            rates,
+            numel,
+            1.0 - lr * weight_decay if decoupled else 1.0,
+            0.0 if decoupled else weight_decay,
+            betas[0],
+            1.0 - betas[0],
+            betas[1],
+            1.0 - betas[1],
+            eps,
+            KIND=kind,
+            HAS_SCALE=scale is not None,
+            HAS_DECAY=bool(weight_decay) and not decoupled,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
