@@ -101,7 +101,7 @@ def test_fused_steps_on_remainders_are_bit_equal_to_those_on_fp32_copies(state_d
 
 
 def test_the_same_on_two_replicas() -> None:
-    run_distributed(remainders, 2, args=("fp32",))
+    run_distributed(remainders, 2, "fp32")
 
 
 def against_own(maker: str) -> None:
@@ -110,7 +110,7 @@ def against_own(maker: str) -> None:
 
 
 def test_replicas_step_fused_as_they_do_by_the_optimizer() -> None:
-    run_distributed(against_own, 2, args=("adamw",))
+    run_distributed(against_own, 2, "adamw")
 
 
 def test_step_hooks_and_schedulers_see_a_fused_step() -> None:
