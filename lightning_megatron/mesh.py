@@ -60,7 +60,8 @@ class Mesh:
     ``ep``, ``edp`` (the same for experts), ``replica`` (the ranks that share a batch: tp, cp and pp), ``ends`` (first
     and last stage of a pipeline, where they are on two ranks; others stand on an axis of their own), ``world``, and
     ``tp:n`` for every proper divisor n of tp: blocks of n neighbouring tensor-parallel ranks (they share a key/value head
-    under GQA).
+    under GQA); and with ``cp_comm="a2a+p2p"`` ``cp:a2a``, neighbouring context-parallel ranks that exchange heads, and
+    ``cp:p2p``, the ranks of a ring across them.
 
     Args:
         parallelism: the layout that was asked for.
@@ -164,6 +165,10 @@ def _rank_sets(parallelism: Parallelism, world_size: int) -> dict[str, list[tupl
     sets["replica"] = groups("pp", "cp", "tp")
     apart = parallelism.pp > 1 and parallelism.placement == "round"
     sets["ends"] = [(ranks[0], ranks[-1]) for ranks in sets["pp"]] if apart else []
+    if parallelism.cp_comm == "a2a+p2p" and parallelism.cp > 1:
+        size = parallelism.num_exchanging
+        sets["cp:a2a"] = [ranks[i : i + size] for ranks in sets["cp"] for i in range(0, len(ranks), size)]
+        sets["cp:p2p"] = [ranks[i::size] for ranks in sets["cp"] for i in range(size)]
     for size in range(2, parallelism.tp):
         if parallelism.tp % size == 0:
             sets[f"tp:{size}"] = [ranks[i : i + size] for ranks in sets["tp"] for i in range(0, len(ranks), size)]
@@ -181,7 +186,9 @@ class _Groups:
         """This rank's axis among the rank sets; every rank makes the groups of every set."""
         mine = Axis(name, (self._rank,))
         for ranks in rank_sets:
-            group = self._group(ranks, control=name == "pp")
+            # Attention has a communicator of its own: gradients, reduced beside it, may go over the same ranks.
+            own = name.partition(":")[0] == "cp" and len(ranks) > 1
+            group = self._new(ranks, control=False) if own else self._group(ranks, control=name == "pp")
             if self._rank in ranks:
                 mine = Axis(name, ranks, ranks.index(self._rank), group)
         return mine

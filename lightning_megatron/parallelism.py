@@ -11,6 +11,7 @@ from typing import Literal
 DENSE_AXES = ("tp", "cp", "pp", "dp")
 EXPERT_AXES = ("etp", "ep", "edp")
 DEFAULT_ORDER = "tp-cp-pp-dp"
+ContextComm = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 PipelineLayout = tuple[int, ...] | Literal["auto"] | None
 """Layers of each pipeline stage; by cost; or as even as can be."""
 
@@ -35,10 +36,14 @@ class Parallelism:
             split by cost; ``None`` for as even as can be.
         placement: how stages lie over the pipeline ranks: ``"round"`` deals them like cards; ``"v"`` goes down the ranks and
             back up, two stages each (schedule ``zbv``), so that the first rank holds both ends of the model.
+        cp_comm: how attention reaches over the cuts of a sequence: ``p2p`` (ring), ``all_gather`` (of keys and values),
+            ``a2a`` (heads against tokens), ``a2a+p2p`` (that among neighbours, a ring across).
+        cp_a2a: neighbouring cp ranks that exchange heads under ``a2a+p2p``; by default the largest proper divisor of cp
+            with at most 8 ranks of tp and cp together, which a machine usually has.
 
     Raises:
-        ValueError: a size below 1, an ``order`` that does not name each of tp, cp, pp, dp once, or a ``pipeline_layout``
-            that has not one number for each stage.
+        ValueError: a size below 1, an ``order`` that does not name each of tp, cp, pp, dp once, a ``pipeline_layout``
+            that has not one number for each stage, or cp ranks that ``cp_comm`` cannot divide.
     """
 
     tp: int = 1
@@ -51,6 +56,8 @@ class Parallelism:
     order: str = DEFAULT_ORDER
     pipeline_layout: PipelineLayout = None
     placement: Literal["round", "v"] = "round"
+    cp_comm: ContextComm = "p2p"
+    cp_a2a: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "vpp", "ep", "etp"):
@@ -70,6 +77,32 @@ class Parallelism:
             raise ValueError(f"a V-shaped placement (schedule='zbv') has 2 stages a rank, but vpp={self.vpp}; set vpp=2.")
         if isinstance(self.pipeline_layout, tuple):
             self._check_layout(list(self.pipeline_layout))
+        self._check_context()
+
+    def _check_context(self) -> None:
+        if self.cp_comm not in (known := ("p2p", "all_gather", "a2a", "a2a+p2p")):
+            raise ValueError(f"cp_comm={self.cp_comm!r} is unknown; use one of {', '.join(known)}.")
+        if self.cp_a2a is not None and self.cp_comm != "a2a+p2p":
+            raise ValueError(f"cp_a2a={self.cp_a2a} is for cp_comm='a2a+p2p', but cp_comm={self.cp_comm!r}; leave it out.")
+        if self.cp_comm != "a2a+p2p" or self.cp == 1:
+            return
+        proper = [size for size in range(2, self.cp) if self.cp % size == 0]
+        if not proper or (self.cp_a2a is not None and self.cp_a2a not in proper):
+            shown = "" if self.cp_a2a is None else f" and cp_a2a={self.cp_a2a}"
+            raise ValueError(
+                f"cp_comm='a2a+p2p' with cp={self.cp}{shown}: cp must be a product of two numbers of 2 or more, of which cp_a2a "
+                f"is one ({', '.join(map(str, proper)) or 'none here'}); use 'p2p' or 'a2a' otherwise."
+            )
+
+    @property
+    def num_exchanging(self) -> int:
+        """Context-parallel ranks that exchange heads: cp under ``a2a``, ``cp_a2a`` under ``a2a+p2p``, otherwise 1."""
+        if self.cp == 1 or self.cp_comm in ("p2p", "all_gather"):
+            return 1
+        if self.cp_comm == "a2a" or self.cp_a2a is not None:
+            return self.cp_a2a or self.cp
+        proper = [size for size in range(2, self.cp) if self.cp % size == 0]
+        return max([size for size in proper if size * self.tp <= 8] or proper[:1])
 
     def _check_layout(self, counts: list[int]) -> None:
         if wrong := [count for count in counts if not isinstance(count, int) or isinstance(count, bool) or count < 0]:

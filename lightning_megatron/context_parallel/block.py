@@ -1,0 +1,284 @@
+"""Softmax attention over one tile, with the log-sum-exp that tiles are put together by, and its backward.
+
+Note [Tiles of one softmax]
+With ``lse`` the log-sum-exp of a query's scores over all its tiles, the weights of a tile are ``exp(scores - lse)``. So a
+tile's backward needs the final output and ``lse`` only, and no other tile; and outputs of tiles add up, each weighted by
+``exp(lse_of_tile - lse)`` (Milakov & Gimelshein 2018; Dao et al. 2022, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.context_parallel.tiles import Tile
+
+Kernel = Literal["auto", "math", "flash", "cudnn"]
+# Scores that the plain form holds at once: 2**26 in fp32 are 256 MB.
+_MAX_SCORES = 2**26
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """How a tile is computed.
+
+    Args:
+        dropout: probability of dropping an attention weight.
+        kernel: ``math`` for plain torch in fp32 or wider; ``flash`` and ``cudnn`` for fused kernels of torch on CUDA;
+            ``auto`` for flash where it can and math elsewhere.
+    """
+
+    dropout: float = 0.0
+    kernel: Kernel = "auto"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Attention over the tile's keys alone.
+
+        Args:
+            q: ``[n_q, B, h, d]``.
+            k, v: ``[n_k, B, g, d]``, g dividing h.
+            tile: which pairs.
+
+        Returns:
+            The output ``[n_q, B, h, d]`` and the log-sum-exp ``[n_q, B, h]``, fp32 or wider (``-inf``, with output 0, for a
+            query that sees no key), and the random state that the backward repeats.
+        """
+        kernel = self._kernel(q, tile)
+        if kernel == "cudnn":
+            return _cudnn_forward(q, k, v, tile, self.dropout)
+        if kernel == "flash":
+            return _flash_forward(q, k, v, tile, self.dropout)
+        seed = torch.randint(2**31, (), device="cpu") if self.dropout > 0.0 else torch.zeros(())
+        return *_math_forward(q, k, v, tile, _Masks(self.dropout, seed, q.device)), (seed,)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        out: Tensor,
+        lse: Tensor,
+        tile: Tile,
+        random: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tile's share of the gradients of q, k and v, from the final output and log-sum-exp of its queries.
+
+        Shapes as in ``forward``; in the dtype of q or wider.
+        """
+        kernel = self._kernel(q, tile)
+        if kernel == "cudnn":
+            return _cudnn_backward(grad, q, k, v, out, lse, tile, self.dropout, random)
+        if kernel == "flash":
+            return _flash_backward(grad, q, k, v, out, lse, tile, self.dropout, random)
+        return _math_backward(grad, q, k, v, out, lse, tile, _Masks(self.dropout, random[0], q.device))
+
+    def _kernel(self, q: Tensor, tile: Tile) -> Kernel:
+        size = q.shape[-1]
+        narrow = q.dtype in (torch.float16, torch.bfloat16)
+        if self.kernel == "math" or q.device.type != "cuda" or not narrow or tile.form == "masked" or size % 8 or size > 256:
+            return "math"
+        dense = tile.lengths is None and tile.window is None and (tile.form == "full" or _is_square(tile, q))
+        return "cudnn" if self.kernel == "cudnn" and dense else "flash"
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Put together attention over two sets of keys; ``lse`` must be finite. See Note [Tiles of one softmax]."""
+    both = torch.logaddexp(lse, other_lse)
+    return out * (lse - both).exp()[..., None] + other * (other_lse - both).exp()[..., None], both
+
+
+def _is_square(tile: Tile, q: Tensor) -> bool:
+    return isinstance(tile.q, slice) and tile.q == tile.k
+
+
+class _Masks:
+    """Dropout masks, scaled, drawn in the same order in the forward and in the backward."""
+
+    def __init__(self, p: float, seed: Tensor, device: torch.device) -> None:
+        self._p = p
+        self._generator = torch.Generator(device).manual_seed(int(seed)) if p > 0.0 else None
+
+    def draw(self, like: Tensor) -> Tensor | None:
+        if self._generator is None:
+            return None
+        kept = torch.rand(like.shape, generator=self._generator, device=like.device, dtype=torch.float32) >= self._p
+        return kept.to(like.dtype) / (1.0 - self._p)
+
+
+def _math_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, masks: _Masks) -> tuple[Tensor, Tensor]:
+    wide_v = _wide(v)
+    outs, lses = [], []
+    for _, scores in _score_blocks(q, k, tile):
+        lse = torch.logsumexp(scores, dim=-1)
+        weights = _weights(scores, lse)
+        dropped = masks.draw(weights)
+        weights = weights if dropped is None else weights * dropped
+        outs.append(torch.einsum("bgnst,tbgd->sbgnd", weights, wide_v).flatten(2, 3))
+        lses.append(lse.permute(3, 0, 1, 2).flatten(2))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _math_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, masks: _Masks
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups, scale = k.shape[2], 1.0 / sqrt(q.shape[-1])
+    wide_k, wide_v = _wide(k), _wide(v)
+    grad_k, grad_v, grads_q = torch.zeros_like(wide_k), torch.zeros_like(wide_v), []
+    for rows, scores in _score_blocks(q, k, tile):
+        own_grad = _wide(grad[rows]).unflatten(2, (groups, -1))
+        delta = (own_grad * _wide(out[rows]).unflatten(2, (groups, -1))).sum(-1).permute(1, 2, 3, 0)
+        weights = _weights(scores, lse[rows].unflatten(2, (groups, -1)).permute(1, 2, 3, 0))
+        grad_weights = torch.einsum("sbgnd,tbgd->bgnst", own_grad, wide_v)
+        dropped = masks.draw(weights)
+        kept = weights if dropped is None else weights * dropped
+        grad_weights = grad_weights if dropped is None else grad_weights * dropped
+        grad_v += torch.einsum("bgnst,sbgnd->tbgd", kept, own_grad)
+        grad_scores = weights * (grad_weights - delta[..., None]) * scale
+        grads_q.append(torch.einsum("bgnst,tbgd->sbgnd", grad_scores, wide_k).flatten(2, 3))
+        grad_k += torch.einsum("bgnst,sbgnd->tbgd", grad_scores, _wide(q[rows]).unflatten(2, (groups, -1)))
+    return torch.cat(grads_q), grad_k, grad_v
+
+
+def _score_blocks(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[slice, Tensor]]:
+    """Masked scores ``[B, g, h/g, rows, n_k]``, a run of queries at a time, so that not all are held at once."""
+    mask, wide_k, groups = tile.mask(), _wide(k), k.shape[2]
+    per_query = max(1, q.shape[1] * q.shape[2] * k.shape[0])
+    step = max(1, min(q.shape[0], _MAX_SCORES // per_query))
+    for start in range(0, q.shape[0], step):
+        rows = slice(start, start + step)
+        own = _wide(q[rows]).unflatten(2, (groups, -1))
+        scores = torch.einsum("sbgnd,tbgd->bgnst", own, wide_k) / sqrt(q.shape[-1])
+        yield rows, scores if mask is None else scores.masked_fill(~mask[:, None, None, rows], float("-inf"))
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """``exp(scores - lse)``, 0 for a query that sees no key."""
+    return (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+# Fused kernels. They take [B, S, h, d], or packed rows laid end to end, [B * S, h, d].
+
+
+def _rows(tensor: Tensor, tile: Tile) -> Tensor:
+    """``[n, B, h, d]`` to ``[B, n, h, d]``, or to ``[B * n, h, d]`` where documents are packed."""
+    rows = tensor.transpose(0, 1)
+    return rows if tile.lengths is None else rows.flatten(0, 1)
+
+
+def _back(rows: Tensor, like: Tensor) -> Tensor:
+    """The inverse of ``_rows``."""
+    return rows.reshape(like.shape[1], like.shape[0], *rows.shape[-2:]).transpose(0, 1)
+
+
+def _window(tile: Tile) -> int | None:
+    return None if tile.form != "causal" or tile.window is None else tile.window - 1
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, dropout: float) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    lengths = tile.lengths
+    cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
+    max_q, max_k = (q.shape[0], k.shape[0]) if lengths is None else (lengths.max_q, lengths.max_k)
+    out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+        _rows(q, tile),
+        _rows(k, tile),
+        _rows(v, tile),
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout,
+        tile.form == "causal",
+        False,
+        window_size_left=_window(tile),
+        window_size_right=None if _window(tile) is None else 0,
+    )
+    # [B, h, n], or [h, B * n] where packed; +inf stands for a query without keys.
+    rows = lse.permute(2, 0, 1) if lengths is None else lse.unflatten(1, (q.shape[1], -1)).permute(2, 1, 0)
+    return _back(out, q).float(), rows.masked_fill(rows == float("inf"), float("-inf")), (state, unused)
+
+
+def _flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tile: Tile,
+    dropout: float,
+    random: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    lengths = tile.lengths
+    cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
+    max_q, max_k = (q.shape[0], k.shape[0]) if lengths is None else (lengths.max_q, lengths.max_k)
+    rows = lse.permute(1, 2, 0) if lengths is None else lse.permute(2, 1, 0).flatten(1)
+    grads = torch.ops.aten._flash_attention_backward(
+        _rows(grad, tile).contiguous(),
+        _rows(q, tile),
+        _rows(k, tile),
+        _rows(v, tile),
+        _rows(out, tile).contiguous(),
+        rows.contiguous(),
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout,
+        tile.form == "causal",
+        random[0],
+        random[1],
+        window_size_left=_window(tile),
+        window_size_right=None if _window(tile) is None else 0,
+    )
+    return _back(grads[0], q), _back(grads[1], k), _back(grads[2], v)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, dropout: float) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    heads = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
+    out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *heads, None, True, dropout, tile.form == "causal", False
+    )
+    return out.permute(2, 0, 1, 3).float(), lse.reshape(out.shape[:3]).permute(2, 0, 1), (seed, offset)
+
+
+def _cudnn_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tile: Tile,
+    dropout: float,
+    random: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, q, k, v, out = (tensor.permute(1, 2, 0, 3) for tensor in (grad, q, k, v, out))
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse.permute(1, 2, 0)[..., None].contiguous(),
+        random[0],
+        random[1],
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        dropout,
+        tile.form == "causal",
+    )
+    return tuple(tensor.permute(2, 0, 1, 3) for tensor in grads)  # type: ignore[return-value]

@@ -1,0 +1,106 @@
+"""Ring attention (Liu et al. 2023): keys and values go around while each rank attends to those that it has.
+
+Note [Around the ring]
+In step i rank r has the keys and values of rank ``r - i`` and sends them on while it computes. In the backward they go
+around again, and their gradient goes after them, one step behind: each rank adds its share, and after ``size`` hops the sum
+is back where keys and values came from. It travels in fp32, so that the number of ranks does not cost precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.context_parallel.block import BlockAttention, merge
+from lightning_megatron.context_parallel.exchange import RingTransfer
+from lightning_megatron.context_parallel.parts import add, put, take
+from lightning_megatron.context_parallel.tiles import Tiling
+from lightning_megatron.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One attention around a ring.
+
+    Args:
+        axis: the ranks, in ring order.
+        tiling: of this rank's tokens over the axis.
+        block: computes a tile.
+    """
+
+    axis: Axis
+    tiling: Tiling
+    block: BlockAttention
+
+    def source(self, step: int) -> int:
+        """The rank whose keys and values are here in a step."""
+        return (self.axis.rank - step) % self.axis.size
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        kv, transfer = torch.stack((k, v)), None
+        out, lse, random = None, None, []
+        for step in range(ring.axis.size):
+            if step < ring.axis.size - 1:
+                transfer = RingTransfer(kv, ring.axis)
+            tile = ring.tiling.ring(ring.source(step))
+            part, part_lse, state = ring.block.forward(take(q, tile.q), take(kv[0], tile.k), take(kv[1], tile.k), tile)
+            random.append(state)
+            if out is None or lse is None:
+                out, lse = part, part_lse
+            else:
+                merged = merge(take(out, tile.q), take(lse, tile.q), part, part_lse)
+                put(out, tile.q, merged[0])
+                put(lse, tile.q, merged[1])
+            if step < ring.axis.size - 1:
+                assert transfer is not None
+                kv = transfer.wait()
+        assert out is not None
+        out = out.to(q.dtype)
+        ctx.ring, ctx.random = ring, random
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        wide = torch.promote_types(q.dtype, torch.float32)
+        kv, grad_q = torch.stack((k, v)), torch.zeros_like(q, dtype=wide)
+        transfer, returning = None, None
+        for step in range(ring.axis.size):
+            if step < ring.axis.size - 1:
+                transfer = RingTransfer(kv, ring.axis)
+            tile = ring.tiling.ring(ring.source(step))
+            grads = ring.block.backward(
+                take(grad, tile.q),
+                take(q, tile.q),
+                take(kv[0], tile.k),
+                take(kv[1], tile.k),
+                out=take(out, tile.q),
+                lse=take(lse, tile.q),
+                tile=tile,
+                random=ctx.random[step],
+            )
+            add(grad_q, tile.q, grads[0])
+            grad_kv = torch.zeros_like(kv, dtype=wide) if returning is None else returning.wait()
+            add(grad_kv[0], tile.k, grads[1])
+            add(grad_kv[1], tile.k, grads[2])
+            returning = RingTransfer(grad_kv, ring.axis)
+            if step < ring.axis.size - 1:
+                assert transfer is not None
+                kv = transfer.wait()
+        assert returning is not None
+        grad_k, grad_v = returning.wait().to(k.dtype).unbind()
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring) -> Tensor:
+    """Queries ``[S/n, B, h, d]``, keys and values ``[S/n, B, g, d]`` of this rank, to ``[S/n, B, h, d]``."""
+    attended: Tensor = _RingAttention.apply(q, k, v, ring)  # type: ignore[no-untyped-call]
+    return attended
