@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.pipeline_model import Pipeline, make_pipeline
 from lightning_megatron.pipeline.choice import lists_for
+from lightning_megatron.pipeline.model import layer_at
 from lightning_megatron.pipeline.schedule import placement_for
 from lightning_megatron.pipeline.simulate import simulate
 
@@ -31,7 +32,7 @@ MICROBATCHES, LAYERS, SIZE, TOKENS = 8, 8, 2048, 4096
 def one_stage(pipeline: Pipeline) -> tuple[int, int]:
     """Bytes that a forward of a middle stage leaves, and the most that its forward and backward need beyond them."""
     stage = min(pipeline.parts)
-    layers = [pipeline.model.layers[i] for i in pipeline.parts[stage].layers]
+    layers = [layer_at(pipeline.model, i) for i in pipeline.parts[stage].layers]
     hidden = torch.randn(TOKENS, 1, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     left = peak = 0
     for _ in range(2):  # the first makes workspaces

@@ -63,11 +63,12 @@ class GradientFinisher:
         ]
         self._owners = [index for index, _ in counted]
         self._counted = [part for _, part in counted]
+        self._sum_squares = squared_norms(self._counted, mesh.device)
         self._squares = torch.zeros(len(counted), dtype=torch.float64, device=mesh.device)
 
     def finish(self, num_tokens: Tensor | None, *, loss_scale: float | None, defer: bool) -> None:
         """See ``DistributedOptimizer.finish_gradients``."""
-        self._squares = squared_norms(self._counted, self._mesh.device)
+        self._squares = self._sum_squares()
         squares = self._squares.sum()
         # fp64, because fp32 cannot count beyond 2**24 tokens.
         tokens = torch.zeros_like(squares) if num_tokens is None else num_tokens.detach().reshape(()).to(squares)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,18 +26,26 @@ def counted_ranges(shard: Shard, mesh: Mesh) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop, box in shard.box_ranges() if all(mesh[axis].is_first for axis in box.replicated)]
 
 
-def squared_norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of each tensor: ``[len(tensors)]`` in fp64, in one pass. Each is summed in its own dtype."""
-    if device.type == "cuda" and kernels.available() and all(tensor.dtype == torch.float32 for tensor in tensors):
-        from lightning_megatron.kernels.sum_of_squares import sums_of_squares
+def squared_norms(tensors: Sequence[Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """A function that sums the squares of each tensor: ``[len(tensors)]`` in fp64, in one pass.
 
-        return sums_of_squares(tensors, device)
-    norms: dict[int, Tensor] = {}
-    for same in by_dtype(tensors):
-        norms |= {id(tensor): norm for tensor, norm in zip(same, torch._foreach_norm(same, 2.0), strict=True)}
-    if not norms:
-        return torch.zeros(0, dtype=torch.float64, device=device)
-    return torch.stack([norms[id(tensor)].double() for tensor in tensors]).square()
+    The tensors must stay where they are. Each is summed in its own dtype, on CUDA in chunks.
+    """
+    if tensors and device.type == "cuda" and kernels.available() and all(tensor.dtype == torch.float32 for tensor in tensors):
+        from lightning_megatron.kernels.sum_of_squares import SumsOfSquares
+
+        return SumsOfSquares(tensors, device)
+    lists = by_dtype(tensors)
+
+    def sums() -> Tensor:
+        norms: dict[int, Tensor] = {}
+        for same in lists:
+            norms |= {id(tensor): norm for tensor, norm in zip(same, torch._foreach_norm(same, 2.0), strict=True)}
+        if not norms:
+            return torch.zeros(0, dtype=torch.float64, device=device)
+        return torch.stack([norms[id(tensor)].double() for tensor in tensors]).square()
+
+    return sums
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

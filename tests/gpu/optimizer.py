@@ -16,7 +16,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from lightning_megatron.kernels.adam import adam_
-from lightning_megatron.kernels.sum_of_squares import sums_of_squares
+from lightning_megatron.kernels.sum_of_squares import SumsOfSquares
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer, DistributedOptimizerConfig
 from lightning_megatron.optim.fused_adam import plain_update
@@ -100,13 +100,14 @@ def remainders_are_exact() -> int:
 def norms() -> int:
     """Sums of squares against fp64."""
     parts = [torch.randn(n, device="cuda") for n in (1, 5, 4096, 4097, 3_000_001, 50_000_000)] + [torch.zeros(0, device="cuda")]
-    found = sums_of_squares(parts, torch.device("cuda"))
+    sums = SumsOfSquares(parts, torch.device("cuda"))
+    found = sums()
     expected = torch.stack([part.double().square().sum() for part in parts])
-    again = sums_of_squares(parts, torch.device("cuda"))
+    again = sums()
     error = float(((found - expected).abs() / expected.clamp(min=1e-9)).max())
     passed = error < 1e-6 and torch.equal(found, again)
     parts[3][17] = float("nan")
-    passed &= torch.isfinite(sums_of_squares(parts, torch.device("cuda"))).tolist() == [True] * 3 + [False] + [True] * 3
+    passed &= torch.isfinite(sums()).tolist() == [True] * 3 + [False] + [True] * 3
     print(f"{'passed' if passed else 'FAILED'} sums of squares {error:.1e}")
     return not passed
 
