@@ -95,10 +95,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SIZES, default="1b" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--tolerance", type=float, help="fail above this relative difference, such as 0.02")
+    parser.add_argument("--only", default="", help="part of the names of the variants to measure")
     options = parser.parse_args()
     mesh = make_mesh()
     failed = []
     for name, (_, config, replicated, sharded) in VARIANTS.items():
+        if options.only not in name:
+            continue
         if mesh.device.type == "cpu" and "offload_fraction" in config:
             continue  # there is no other memory
         numel, held, peak = measure(name, options.shape, mesh)
