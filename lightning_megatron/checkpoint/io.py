@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
@@ -26,7 +26,7 @@ from lightning_megatron.checkpoint.optimizer_state import (
 )
 from lightning_megatron.checkpoint.planner import StrictLoadPlanner, StrictSavePlanner
 from lightning_megatron.checkpoint.ranks import Ranks, readable
-from lightning_megatron.checkpoint.state import EXTRA_STATE, ModelTarget, model_state
+from lightning_megatron.checkpoint.state import EXTRA_STATE, ModelTarget, model_state, placeholder
 from lightning_megatron.checkpoint.storage import ChunkReader, SafeWriter
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer
@@ -42,10 +42,12 @@ class Loaded:
         meta: the dict that was given to ``save`` (without ``state_dict`` and ``optimizer_states``).
         optimizers: whether optimiser states, main parameters and hyperparameters were restored. Where not, the main
             parameters must be refreshed from the parameters.
+        own: what this rank had given to ``save`` as its own; empty where no rank of that number had.
     """
 
     meta: dict[str, Any]
     optimizers: bool
+    own: dict[str, Tensor] = field(default_factory=dict)
 
 
 def save(
@@ -56,6 +58,7 @@ def save(
     meta: dict[str, Any],
     mesh: Mesh,
     save_optimizer: bool = True,
+    own: Mapping[str, Tensor] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint directory. All ranks call it together; the first rank's ``path`` and ``meta`` count.
@@ -70,6 +73,7 @@ def save(
         meta: the rest of Lightning's checkpoint dict.
         mesh: the running layout.
         save_optimizer: also write optimiser states and main parameters.
+        own: tensors of this rank alone (its random numbers), for the rank of that number in a run of the same layout.
         process_group: a group of all ranks that can move CPU objects; by default the world's.
 
     Raises:
@@ -81,6 +85,8 @@ def save(
     state: dict[str, Any] = {"model": ranks.together(lambda: model_state(module, mesh=mesh))}
     for index, optimizer in enumerate(optimizers if save_optimizer else ()):
         state[f"optimizer_{index}"] = optimizer_state(optimizer, module=module, mesh=mesh, ranks=ranks)
+    if own:
+        state["rank"] = {str(ranks.rank): dict(own)}
     write(path, state, meta, ranks)
 
 
@@ -143,6 +149,8 @@ def load(
     restored = load_optimizer and len(optimizers) > 0 and num_optimizers(index) > 0
     targets = ranks.together(lambda: _targets(module, optimizers if restored else (), index))
     tensors = {key: tensor for target in targets for key, tensor in target.tensors.items()}
+    own = _own_targets(index, ranks.rank)
+    tensors.update(own)
     planner = StrictLoadPlanner(
         complete="model." if strict else None, optional=(EXTRA_STATE,), allow_missing=not strict, cast=cast
     )
@@ -156,7 +164,13 @@ def load(
         )
     for target in targets:
         target.finish(tensors)
-    return Loaded(meta, restored)
+    return Loaded(meta, restored, {key.split(".", 2)[2]: tensor for key, tensor in own.items()})
+
+
+def _own_targets(index: Metadata, rank: int) -> dict[str, Tensor]:
+    head = f"rank.{rank}."
+    found = {key: placeholder(entry) for key, entry in index.state_dict_metadata.items() if str(key).startswith(head)}
+    return {key: tensor for key, tensor in found.items() if tensor is not None}
 
 
 def _small_files(path: Path, weights_only: bool | None) -> tuple[Metadata, dict[str, Any]]:

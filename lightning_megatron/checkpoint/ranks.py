@@ -28,6 +28,11 @@ class Ranks:
         return dist.is_initialized()
 
     @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return dist.get_rank(self.group) if self.distributed else 0
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank coordinates."""
         return not self.distributed or dist.get_rank(self.group) == 0

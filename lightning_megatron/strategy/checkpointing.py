@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -18,6 +20,14 @@ from lightning_megatron.step import TrainingEngine
 from lightning_megatron.strategy.failure import say
 from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.strategy.processes import ProcessesStrategy
+from lightning_megatron.strategy.resume import (
+    correct_progress,
+    layout_of,
+    packed_generators,
+    place_states_of_loaders,
+    restore_generators,
+    states_of_loaders,
+)
 
 
 class CheckpointingStrategy(ProcessesStrategy):
@@ -28,6 +38,7 @@ class CheckpointingStrategy(ProcessesStrategy):
         self._seed = 0
         self._prepared: PreparedModule | None = None
         self._engine: TrainingEngine | None = None
+        self._generators: Tensor | None = None
 
     @property
     def _ready(self) -> PreparedModule:
@@ -80,13 +91,17 @@ class CheckpointingStrategy(ProcessesStrategy):
             return
         checkpoint.pop("state_dict", None)
         with_optimizer = checkpoint.pop("optimizer_states", None) is not None
+        trainer = self._ready.module.trainer
+        correct_progress(checkpoint["loops"], trainer)
+        ours = {"seed": self._seed, "layout": layout_of(self.mesh), "loaders": states_of_loaders(trainer, self.mesh)}
         with self._whole_optimizers():
             checkpoints.save(
                 self.broadcast(str(filepath)),
                 module=self._ready.module,
                 optimizers=self._distributed if with_optimizer else [],
-                meta={**checkpoint, "lightning_megatron": {"seed": self._seed}},
+                meta={**checkpoint, "lightning_megatron": ours},
                 mesh=self.mesh,
+                own={"generators": packed_generators(self.root_device)} if with_optimizer else None,
             )
 
     @contextmanager
@@ -103,28 +118,44 @@ class CheckpointingStrategy(ProcessesStrategy):
         """Fill this rank's parameters and optimizer shards from a checkpoint directory, or from a single-file checkpoint."""
         path = self.broadcast(str(checkpoint_path))
         with self._whole_optimizers():
-            meta, restored = self._load(path, weights_only)
-            if not restored:
+            loaded = self._load(path, weights_only)
+            if not loaded.optimizers:
                 for distributed in self._distributed:
                     distributed.refresh_main()
-        if self._ready.module.trainer.state.fn == TrainerFn.FITTING:
-            self._draw_on_from(meta)
-        return meta
+        if self._ready.module.trainer.state.fn == TrainerFn.FITTING and "lightning_megatron" in loaded.meta:
+            self._go_on_from(loaded)
+        return loaded.meta
 
-    def _draw_on_from(self, meta: dict[str, Any]) -> None:
-        """Seed a resumed run as the run that wrote the checkpoint: it draws the same masks and orders of samples."""
-        seed = meta.get("lightning_megatron", {}).get("seed")
-        if seed is not None:
-            self._seed = self._steps.seed = seed
+    def _go_on_from(self, loaded: checkpoints.Loaded) -> None:
+        """Draw the same masks and orders of samples as the run that wrote the checkpoint."""
+        ours = loaded.meta["lightning_megatron"]
+        self._seed = self._steps.seed = ours["seed"]
+        place_states_of_loaders(loaded.meta, self.mesh)
+        if (saved := ours.get("layout")) == layout_of(self.mesh):
+            self._generators = loaded.own.get("generators")
+        elif saved is not None:
+            changed = [f"{name} {saved[name]} -> {now}" for name, now in layout_of(self.mesh).items() if saved[name] != now]
+            if self.is_global_zero:
+                warnings.warn(
+                    f"the layout has changed ({', '.join(changed)}): the default random generators of ranks start afresh. "
+                    f"Dropout and the order of samples go on as before, as they depend on the seed and the step alone.",
+                    stacklevel=2,
+                )
 
-    def _load(self, path: str, weights_only: bool | None) -> tuple[dict[str, Any], bool]:
-        """Lightning's part of the checkpoint, and whether the optimizers were restored."""
+    def _restore_generators(self) -> None:
+        """As late as can be: hooks and loaders that are set up before training draw from them, too."""
+        if self._generators is not None:
+            restore_generators(self._generators, self.root_device)
+        self._generators = None
+
+    def _load(self, path: str, weights_only: bool | None) -> checkpoints.Loaded:
+        """Fill the tensors."""
         module = self._ready.module
         if not checkpoints.is_checkpoint(path):
             meta = checkpoints.load_state_file(path, weights_only=weights_only)
             load_unsharded(module, meta["state_dict"])
-            return meta, False
-        result = checkpoints.load(
+            return checkpoints.Loaded(meta, optimizers=False)
+        return checkpoints.load(
             path,
             module=module,
             optimizers=self._distributed,
@@ -132,7 +163,6 @@ class CheckpointingStrategy(ProcessesStrategy):
             load_optimizer=module.trainer.state.fn == TrainerFn.FITTING,
             weights_only=weights_only,
         )
-        return result.meta, result.optimizers
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

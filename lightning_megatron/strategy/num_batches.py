@@ -34,7 +34,10 @@ def same_num_batches(loader: Any, trainer: Trainer, *, mesh: Mesh) -> Any:
     lengths = all_gather_object(_num_batches(loader, limit), axis)
     if len(set(lengths)) > 1:
         raise ValueError(_unequal(mesh, axis, lengths))
-    return loader if lengths[0] is not None else CountedLoader(loader, mesh=mesh, axis=axis)
+    if lengths[0] is not None:
+        return loader
+    counted = StatefulCountedLoader if hasattr(loader, "state_dict") else CountedLoader
+    return counted(loader, mesh=mesh, axis=axis)
 
 
 def _num_batches(loader: Any, limit: float) -> int | None:
@@ -105,3 +108,16 @@ class CountedLoader:
         # The world also has a communicator for host memory, which spares a wait for the GPU.
         device = torch.device("cpu") if self._axis is self._mesh.world else self._mesh.device
         return int(all_reduce(torch.tensor(int(batch is not end), device=device), self._axis))
+
+
+class StatefulCountedLoader(CountedLoader):
+    """One whose loader can be asked for its position (Lightning looks for the methods on the class)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's."""
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The loader's."""
+        self.loader.load_state_dict(state)

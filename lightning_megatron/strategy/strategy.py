@@ -29,7 +29,12 @@ from lightning_megatron.pipeline.schedule import Action
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.step import TrainingEngine
 from lightning_megatron.strategy.full_state import full_state_dict
-from lightning_megatron.strategy.loaders import seed_workers_by_replica, shard_over_replicas, share_generator_states
+from lightning_megatron.strategy.loaders import (
+    seed_workers_by_replica,
+    shard_over_replicas,
+    share_generator_states,
+    with_position,
+)
 from lightning_megatron.strategy.num_batches import same_num_batches
 from lightning_megatron.strategy.options import check_num_microbatches, check_options, check_trainer, refuse_later
 from lightning_megatron.strategy.prepare import PreparedModule
@@ -279,6 +284,8 @@ class MegatronStrategy(SteppingStrategy):
 
 
 def _job_seed() -> int:
+        if trainer.training:
+            dataloader = with_position(dataloader, trainer, mesh=self.mesh, seed=self._seed)
     """The seed of ``seed_everything``, or what torch's generator was seeded with."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     return int(seed) if seed is not None else torch.initial_seed()
