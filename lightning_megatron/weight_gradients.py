@@ -1,7 +1,8 @@
-"""How an autograd ``Function`` lets the gradient of its weight wait, for pipeline schedules that split the backward.
+"""How an autograd ``Function`` adds the gradient of its weight to a sum by itself, and how it lets that wait.
 
-Autograd asks a Python ``Function`` for all of its gradients at once. One that names the place of its weight among the
-arguments of ``apply`` can be asked to give that gradient later::
+Autograd asks a Python ``Function`` for all of its gradients at once, and adds what it gets in passes of its own. One that
+names the place of its weight among the arguments of ``apply`` can be asked to give that gradient later, for pipeline
+schedules that split the backward, and can add it to the parameter's sum inside of its own product::
 
     class Scale(torch.autograd.Function):
         weight_input = 1
@@ -9,38 +10,162 @@ arguments of ``apply`` can be asked to give that gradient later::
         @staticmethod
         def backward(ctx, grad):
             x, weight = ctx.saved_tensors
-            return grad * weight, now_or_later(ctx, lambda: (grad * x).sum())
+            return grad * weight, now_or_later(ctx, lambda: (grad * x).sum(), add=lambda total: total.add_((grad * x).sum()))
 
-Outside of a split backward this changes nothing.
+Outside of a split backward, for parameters without a sum, this changes nothing.
+
+Note [Sums of gradients]
+An optimizer that keeps gradients in buffers of its own sets ``param.grad`` to a view of one and opens it as the parameter's
+sum. What adds to it does as ``AccumulateGrad`` does, hooks on the parameter's accumulation included, but in one pass and in
+the sum's own (wider) dtype. It leaves the work to autograd where that would do something else: ``grad`` has been taken off or
+replaced, the parameter has hooks that want its gradient, a cast or a view lies between the parameter and the Function, or
+the running pass (``torch.autograd.grad``) does not add to this parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-_ATTRIBUTE = "_lightning_megatron_later"
+_LATER = "_lightning_megatron_later"
+_SUM = "_lightning_megatron_sum"
+
+Compute = Callable[[], Tensor | None]
 
 
-def now_or_later(ctx: Any, compute: Callable[[], Tensor]) -> Tensor | None:
-    """The gradient of the weight, or ``None`` if it was asked to wait: ``compute`` is then called later, once.
+class _Sum:
+    """What hangs on a parameter: not to be saved with it."""
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def open_sum(param: nn.Parameter, total: Tensor) -> None:
+    """Let Functions add the parameter's gradient to ``total``, which is its ``grad``. See Note [Sums of gradients]."""
+    setattr(param, _SUM, _Sum(total))
+    _hooks_run_without_gradient()  # looked up here, outside of any backward
+
+
+def close_sum(param: nn.Parameter) -> None:
+    """Undo ``open_sum``."""
+    param.__dict__.pop(_SUM, None)
+
+
+def sum_of(param: Tensor) -> Tensor | None:
+    """What a Function may add the gradient of this parameter to now, instead of returning it."""
+    found: _Sum | None = getattr(param, _SUM, None)
+    if found is None or param._backward_hooks or (param.grad is not None and param.grad is not found.total):
+        return None
+    if param.grad is None:  # zeroed, as ``zero_grad`` does it
+        found.total.zero_()
+        param.grad = found.total
+    return found.total
+
+
+@cache
+def _hooks_run_without_gradient() -> bool:
+    """Whether torch runs the hooks of a parameter's accumulation also where Functions gave no gradient (2.13 does)."""
+    param, seen = nn.Parameter(torch.zeros(())), list[Tensor]()
+    param.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
+    with torch.enable_grad():
+        _NoGradient.apply(torch.zeros((), requires_grad=True), param).backward()  # type: ignore[no-untyped-call]
+    return bool(seen)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, param: Tensor) -> Tensor:
+        return x + param
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _run_hooks(param: Tensor) -> None:
+    """Run what ``AccumulateGrad`` would have run: a gradient has been added to the parameter's sum."""
+    hooks: dict[int, Callable[[Tensor], None]] | None = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    for hook in list((hooks or {}).values()):
+        hook(param)
+
+
+def now_or_later(ctx: Any, compute: Callable[[], Tensor], *, add: Callable[[Tensor], Any] | None = None) -> Tensor | None:
+    """The gradient of the weight, or ``None`` if it has been added to the parameter's sum or was asked to wait.
 
     Args:
         ctx: of the ``Function`` whose ``weight_input`` says which gradient this is.
         compute: what it takes to make the gradient. It holds all that it needs; the rest of what was saved may be freed.
+        add: adds the gradient to a tensor of its shape, in place of ``compute``. Either is called once, now or later.
     """
-    waiting: list[Callable[[], Tensor]] | None = getattr(ctx, _ATTRIBUTE, None)
+    waiting: list[Compute] | None = getattr(ctx, _LATER, None)
+    param = None if add is None else _parameter(ctx, type(ctx)._forward_cls.weight_input, is_certain=waiting is not None)
+
+    def make() -> Tensor | None:
+        total = None if param is None else sum_of(param)
+        if add is None or param is None or total is None:
+            return compute()
+        add(total)
+        if waiting is not None or not _hooks_run_without_gradient():
+            _run_hooks(param)
+        return None
+
     if waiting is None:
-        return compute()
-    waiting.append(compute)
+        return make()
+    waiting.append(make)
     return None
+
+
+def added_to_sum(ctx: Any, place: int, add: Callable[[Tensor], Any]) -> bool:
+    """Add a gradient that never waits to the parameter's sum, if it has one that is open.
+
+    Args:
+        ctx: of the ``Function``.
+        place: of the parameter among the tensors that ``apply`` got.
+        add: adds the gradient to a tensor of its shape.
+    """
+    param = _parameter(ctx, place, is_certain=False)
+    total = None if param is None else sum_of(param)
+    if param is None or total is None:
+        return False
+    add(total)
+    if not _hooks_run_without_gradient():
+        _run_hooks(param)
+    return True
+
+
+def _parameter(ctx: Any, place: int, *, is_certain: bool) -> Tensor | None:
+    """The parameter at an input of a Function, if it has an open sum and the running pass adds to it.
+
+    Args:
+        ctx: of the ``Function``.
+        place: among the tensors that ``apply`` got.
+        is_certain: a later part of the backward adds to it, whatever the running pass does.
+    """
+    node = ctx.next_functions[place][0]
+    param: Tensor | None = getattr(node, "variable", None)
+    if param is None or sum_of(param) is None:
+        return None
+    return param if is_certain or _is_accumulated(node) else None
+
+
+def _is_accumulated(node: Any) -> bool:
+    """Whether the running pass adds to the leaf of this ``AccumulateGrad``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    except RuntimeError:  # torch.autograd.grad of this very leaf
+        return False
 
 
 def waits(ctx: Any) -> bool:
     """Whether ``now_or_later`` will leave the gradient for later, so that what only that one needs may be left out."""
-    return getattr(ctx, _ATTRIBUTE, None) is not None
+    return getattr(ctx, _LATER, None) is not None
 
 
 def weight_input_of(node: Any) -> int | None:
@@ -50,8 +175,8 @@ def weight_input_of(node: Any) -> int | None:
     return place
 
 
-def ask_to_wait(node: Any) -> list[Callable[[], Tensor]]:
-    """Make a node's next backward leave out the gradient of its weight. What computes it comes to be in the list."""
-    waiting: list[Callable[[], Tensor]] = []
-    setattr(node, _ATTRIBUTE, waiting)
+def ask_to_wait(node: Any) -> list[Compute]:
+    """Make a node's next backward leave out the gradient of its weight. What makes or adds it comes to be in the list."""
+    waiting: list[Compute] = []
+    setattr(node, _LATER, waiting)
     return waiting

@@ -12,3 +12,8 @@ import torch
 def available() -> bool:
     """Whether Triton kernels can run here: a CUDA device, and the package (it comes with torch's CUDA builds)."""
     return torch.cuda.is_available() and find_spec("triton") is not None
+
+
+def runs_on(tensor: torch.Tensor) -> bool:
+    """Whether kernels can work on this tensor: it is on CUDA, and not in double precision, which they do not keep."""
+    return tensor.is_cuda and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and available()

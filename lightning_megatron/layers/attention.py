@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lightning_megatron.layers.backend import Backend
+from lightning_megatron.layers.rope import rotate_fused
 from lightning_megatron.layers.sequence import SequenceContext
 from lightning_megatron.tensor_parallel.linear import OutPart
 
@@ -80,6 +81,10 @@ class Attention(nn.Module):
         """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
         fused = self.qkv(hidden)
         sizes: list[int] = list(self.qkv.part_sizes)  # type: ignore[arg-type]
+        if context.rope is not None and self.q_norm is None and self.k_norm is None:
+            heads = (sizes[0] // self.head_dim, sizes[1] // self.head_dim)
+            q, k, v = rotate_fused(fused, heads, head_dim=self.head_dim, tables=context.rope)
+            return self.out(self.core(q, k, v, context))  # type: ignore[no-any-return]
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in fused.split(sizes, dim=-1))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import pi
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.kernels import runs_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,3 +80,52 @@ def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = heads.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (heads * cos + turned * sin).to(heads.dtype)
+
+
+def rotate_fused(fused: Tensor, heads: tuple[int, int], *, head_dim: int, tables: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys of a fused projection, rotated, and values: ``[S, B, (h + 2g) * d]`` to ``[S, B, h or g, d]`` each.
+
+    One pass forward and one backward where there are kernels. The three results are views of one tensor.
+
+    Args:
+        fused: ``[q; k; v]`` along the last dim.
+        heads: h and g.
+        head_dim: d.
+        tables: of the S positions.
+    """
+    q, k, v = _RotateFused.apply(fused, tables.cos, tables.sin, heads, head_dim)  # type: ignore[no-untyped-call]
+    return q, k, v
+
+
+class _RotateFused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, fused: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], head_dim: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        parts = _split_heads(fused, heads, head_dim)
+        return _split_heads(_rotate_together(*parts, cos=cos, sin=sin, inverse=False), heads, head_dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate_together(of_q, of_k, of_v, cos=cos, sin=sin, inverse=True), None, None, None, None
+
+
+def _split_heads(fused: Tensor, heads: tuple[int, int], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    num_q, num_kv = heads
+    parts = fused.split([num_q * head_dim, num_kv * head_dim, num_kv * head_dim], dim=-1)
+    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in parts)
+    return q, k, v
+
+
+def _rotate_together(q: Tensor, k: Tensor, v: Tensor, *, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """``[S, B, h, d], [S, B, g, d] x 2 -> [S, B, (h + 2g) * d]``; ``inverse`` rotates back, which is the gradient."""
+    if runs_on(q) and cos.shape == (q.shape[0], 1, 1, q.shape[3]):
+        from lightning_megatron.kernels.rope import rotate_together
+
+        q, k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v))
+        return rotate_together(q, k, v, cos=cos.contiguous(), sin=sin.contiguous(), inverse=inverse)
+    sin = -sin if inverse else sin
+    return torch.cat((apply_rope(q, cos, sin).flatten(2), apply_rope(k, cos, sin).flatten(2), v.flatten(2)), dim=-1)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_megatron.kernels import runs_on
 from lightning_megatron.layers.backend import Activation, NormSpec
+from lightning_megatron.layers.core_attention import CoreAttention
+from lightning_megatron.layers.mlp import MLP, GatedMLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.rope import apply_rope
 from lightning_megatron.layers.sequence import SequenceContext
@@ -20,6 +27,10 @@ from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, OutP
 
 class TorchBackend:
     """``Backend`` of plain torch operations: ``scaled_dot_product_attention``, ``rms_norm``, ``linear``."""
+
+    def for_layer(self, index: int, num_layers: int) -> TorchBackend:
+        """See ``Backend.for_layer``."""
+        return self
 
     def norm(self, size: int, spec: NormSpec, *, partial: bool, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """See ``Backend.norm``."""
@@ -61,7 +72,7 @@ class TorchBackend:
 
     def core_attention(self, *, dropout: float, mesh: Mesh) -> nn.Module:
         """See ``Backend.core_attention``."""
-        return CausalAttention(dropout=dropout, mesh=mesh)
+        return CoreAttention(CausalAttention(dropout=dropout, mesh=mesh), dropout=dropout, mesh=mesh)
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See ``Backend.rotate``."""
@@ -70,6 +81,11 @@ class TorchBackend:
     def activation(self, kind: Activation) -> Callable[[Tensor], Tensor]:
         """See ``Backend.activation``."""
         return {"swiglu": swiglu, "gelu": gelu}[kind]
+
+    def mlp(self, up: nn.Module, down: nn.Module, kind: Activation) -> nn.Module:
+        """See ``Backend.mlp``."""
+        made = GatedMLP if kind == "swiglu" else MLP
+        return made(up, down, activation=self.activation(kind))
 
 
 class CausalAttention(nn.Module):
@@ -106,13 +122,56 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         # torch's kernels for wider types take no groups: it would hold the whole [S, S] of scores instead.
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         grouped = False
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+    with _fastest(q, dropout):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+
+
+# Below this many tokens, or at odd lengths, torch's own choice is as good, and cuDNN would plan anew for each length.
+_CUDNN_TOKENS, _CUDNN_MULTIPLE = 1024, 128
+
+
+def _fastest(q: Tensor, dropout: float) -> AbstractContextManager[Any]:
+    """Prefer cuDNN's kernels for ``[B, h, S, d]`` on Hopper and later: 1.7 times as fast as flash attention in torch."""
+    narrow, tokens = q.dtype in (torch.float16, torch.bfloat16), q.shape[2]
+    worth = narrow and tokens >= _CUDNN_TOKENS and tokens % _CUDNN_MULTIPLE == 0 and dropout == 0.0
+    if not q.is_cuda or not worth or torch.cuda.get_device_capability(q.device) < (9, 0):
+        return nullcontext()
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    chosen: AbstractContextManager[Any] = sdpa_kernel(order, set_priority=True)
+    return chosen
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` (Shazeer 2020): ``[.., 2n] -> [.., n]``, gate in the first half."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    result: Tensor = _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SwiGLU(torch.autograd.Function):
+    """One pass forward and one backward where there are kernels; of the forward only its input is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        if runs_on(gate_up):
+            from lightning_megatron.kernels.swiglu import swiglu_forward
+
+            return swiglu_forward(gate_up.contiguous())
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        if runs_on(gate_up):
+            from lightning_megatron.kernels.swiglu import swiglu_backward
+
+            return swiglu_backward(gate_up.contiguous(), grad.contiguous())
+        gate, up = gate_up.chunk(2, dim=-1)
+        sigmoid = gate.sigmoid()
+        activated = gate * sigmoid
+        return torch.cat((grad * up * (sigmoid + activated * (1 - sigmoid)), grad * activated), dim=-1)
 
 
 def gelu(hidden: Tensor) -> Tensor:

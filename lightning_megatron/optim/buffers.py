@@ -1,8 +1,8 @@
 """Flat buffers: parameters and gradients become views of them, so that one collective serves many parameters.
 
 Note [Gradients in place]
-Each parameter's ``grad`` is preset to its view of the flat gradient buffer, and autograd adds into it. For 16-bit
-parameters the buffer is fp32, which ``Tensor.grad_dtype`` (torch 2.11 and later) lets ``grad`` be; on older ones a hook adds
+Each parameter's ``grad`` is preset to its view of the flat gradient buffer, and autograd adds into it, or the layer's own
+backward does (weight_gradients.py), which saves the pass over memory. For 16-bit parameters the buffer is fp32, which ``Tensor.grad_dtype`` (torch 2.11 and later) lets ``grad`` be; on older ones a hook adds
 the finished gradient. Whatever replaces ``grad`` meanwhile (``zero_grad``, a double backward) is noticed by identity and
 brought back into the buffer before it is reduced.
 """
@@ -21,6 +21,7 @@ from lightning_megatron.comm import all_gather_single, reduce_scatter_single
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.layout import BucketPlan, ParamSlot, plan_buckets, shard_range
 from lightning_megatron.sharding import sharding_of
+from lightning_megatron.weight_gradients import close_sum, open_sum
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
@@ -39,6 +40,7 @@ class GradientSlot:
         if view.dtype != param.dtype:
             param.grad_dtype = view.dtype
         param.grad = view
+        open_sum(param, view)
 
     def collect(self) -> None:
         """Bring a gradient that was put beside the buffer back into it."""
@@ -54,17 +56,20 @@ class GradientSlot:
         """Point ``grad`` at the buffer: after the caller has zeroed it, or to show what ``hide`` hid."""
         if self._hook is None:
             self.param.grad = self.view
+            open_sum(self.param, self.view)
 
     def hide(self, *, collect: bool) -> None:
         """Take the gradient off the parameter until ``clear`` shows it again; no reduction may start meanwhile."""
         if collect:
             self.collect()
         if self._hook is None:
+            close_sum(self.param)  # whose contents stay, although ``grad`` says that there are none
             self.param.grad = None
 
     def release(self) -> None:
         """Give the parameter back as torch made it, without a gradient."""
         self.param.grad = None
+        close_sum(self.param)
         if self._hook is not None:
             self._hook.remove()
         elif self.view.dtype != self.param.dtype:

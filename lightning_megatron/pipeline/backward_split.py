@@ -8,7 +8,7 @@ and convolutions, and those of Functions that can (weight_gradients.py), if ever
 the weight reaches it by a plain chain of casts and views. All other gradients are made by I, in the usual way: a weight
 that is also an embedding, what lies inside an activation checkpoint (W would recompute it all once more), Functions that
 cannot wait. Either way each gradient is computed once, and each parameter's gradient is added once, by its own
-``AccumulateGrad``, so hooks of tensors and of accumulation run as they do in a whole backward.
+``AccumulateGrad`` or by the Function that made it, so hooks of tensors and of accumulation run as they do in a whole backward.
 
 Note [One product, half its gradients]
 A node of the graph computes the gradients of those inputs only that the running backward pass will use. I names what it
@@ -36,7 +36,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron.weight_gradients import ask_to_wait, weight_input_of
+from lightning_megatron.weight_gradients import Compute, ask_to_wait, weight_input_of
 
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Addmv", "Mv", "Linear", "MkldnnLinear", "Convolution", "GroupedMm")
 _VIEWS = (
@@ -75,7 +75,7 @@ class _Product:
     node: Node
     edges: list[tuple[int, GradientEdge]]
     grads: tuple[Tensor | None, ...] = ()
-    computes: list[Callable[[], Tensor]] | None = None
+    computes: list[Compute] | None = None
 
 
 @dataclass
@@ -327,7 +327,7 @@ def _meta(edge: GradientEdge) -> Any:
 
 
 def _weight_gradients(products: list[_Product]) -> list[tuple[GradientEdge, Tensor | None]]:
-    """Each weight's edge with its gradient; ``None`` for one that has none. See Note [One product, half its gradients]."""
+    """Each weight's edge with its gradient; ``None`` if it has none or has been added. See Note [One product, half its gradients]."""
     result: list[tuple[GradientEdge, Tensor | None]] = []
     native = [product for product in products if product.computes is None]
     wanted = list(dict.fromkeys(edge for product in native for _, edge in product.edges))

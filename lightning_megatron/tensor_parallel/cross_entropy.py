@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.comm import all_gather, gather_from
+from lightning_megatron.kernels import runs_on
 from lightning_megatron.mesh import Axis
 
 # Logits are worked on in blocks of rows of about this many elements: 128 MiB of fp32 scratch, whatever the batch.
@@ -26,6 +27,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int = -100,
+    reuse_logits: bool = False,
 ) -> Tensor:
     """Loss of each token, ``[.., V_padded/tp], [..] -> [..]``, the same on every tp rank.
 
@@ -43,6 +45,8 @@ def vocab_parallel_cross_entropy(
         label_smoothing: in [0, 1].
         z_loss: weight of the squared log-sum-exp.
         ignore_index: the label of tokens that do not count.
+        reuse_logits: let the backward write the gradient over the logits, where there is a kernel for it, which saves memory
+            of their size. Whoever else has kept them for a backward of their own gets torch's error about it.
 
     Raises:
         ValueError: shapes that do not match, fewer columns than V, or ``label_smoothing`` out of range.
@@ -58,7 +62,7 @@ def vocab_parallel_cross_entropy(
     valid = labels != ignore_index
     inside = (labels >= 0) & (labels < vocab_size)
     torch._assert_async((inside | ~valid).all(), f"a label is neither in [0, {vocab_size}) nor ignore_index={ignore_index}.")
-    terms = _Terms(tp, vocab_size, label_smoothing, z_loss)
+    terms = Terms(tp, vocab_size, label_smoothing, z_loss, reuse_logits)
     losses: Tensor = _CrossEntropy.apply(logits, labels, valid, terms)  # type: ignore[no-untyped-call]
     return losses
 
@@ -69,13 +73,14 @@ def gather_logits(logits: Tensor, *, tp: Axis, vocab_size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Terms:
-    """What the loss consists of."""
+class Terms:
+    """What the loss consists of, and whether the backward may overwrite the logits."""
 
     tp: Axis
     vocab_size: int
     label_smoothing: float
     z_loss: float
+    reuse_logits: bool = False
 
     def num_real(self, columns: int) -> int:
         """How many of this rank's columns are words; the rest is padding."""
@@ -84,49 +89,89 @@ class _Terms:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, terms: _Terms) -> Tensor:
-        columns = logits.shape[-1]
-        flat, valid = logits.reshape(-1, columns), valid.reshape(-1)
-        local = labels.reshape(-1) - terms.tp.rank * columns
-        mine = valid & (local >= 0) & (local < columns)
-        target = local.remainder(columns)  # of other ranks' labels: any column, not used
-        stats = all_gather(_local_stats(flat, target, mine, terms).unsqueeze(0), terms.tp)  # [tp, 3, N]
-        lse = torch.logsumexp(stats[:, 0], dim=0)
-        losses = lse - (1.0 - terms.label_smoothing) * stats[:, 1].sum(0)
-        if terms.label_smoothing:
-            losses -= stats[:, 2].sum(0) * (terms.label_smoothing / terms.vocab_size)
-        if terms.z_loss:
-            losses += terms.z_loss * lse.square()
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, terms: Terms) -> Tensor:
+        flat = logits.reshape(-1, logits.shape[-1]).contiguous()
+        losses, rows = losses_of(flat, labels.reshape(-1), valid.reshape(-1), terms)
         ctx.terms, ctx.shape = terms, logits.shape
-        ctx.save_for_backward(flat, target, mine, valid, lse)
-        return losses.masked_fill_(~valid, 0.0).view(labels.shape)
+        ctx.save_for_backward(flat, *rows)
+        return losses.view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, None]:
-        flat, target, mine, valid, lse = ctx.saved_tensors
-        terms: _Terms = ctx.terms
-        smoothing, num_real = terms.label_smoothing, terms.num_real(flat.shape[-1])
-        weight = grad_losses.reshape(-1).masked_fill(~valid, 0.0)
-        of_softmax = (weight * (1.0 + 2.0 * terms.z_loss * lse)).masked_fill_(~valid, 0.0).unsqueeze(-1)
-        of_target = (weight * (smoothing - 1.0)).masked_fill(~mine, 0.0).unsqueeze(-1)
-        of_all = (weight * (smoothing / terms.vocab_size)).unsqueeze(-1)
-        grad = torch.empty_like(flat)
-        grad[:, num_real:] = 0.0
-        for rows in _blocks(flat):
-            work = flat[rows].to(lse.dtype, copy=True)
-            work.sub_(lse[rows].unsqueeze(-1)).exp_().mul_(of_softmax[rows])
-            if smoothing:
-                work.sub_(of_all[rows])
-            work.scatter_add_(1, target[rows].unsqueeze(-1), of_target[rows])
-            grad[rows, :num_real] = work[:, :num_real]
+        flat, *rows = ctx.saved_tensors
+        grad = gradient_of(flat, grad_losses.reshape(-1), RowStats(*rows), ctx.terms)
         return grad.view(ctx.shape), None, None, None
 
 
-def _local_stats(flat: Tensor, target: Tensor, mine: Tensor, terms: _Terms) -> Tensor:
+class RowStats(NamedTuple):
+    """What the backward needs to know of each row of logits, ``[N]`` each.
+
+    Args:
+        target: a column: the label's, where it is one of this rank's.
+        mine: whether it is.
+        valid: whether the row counts.
+        lse: log-sum-exp over the whole vocabulary.
+    """
+
+    target: Tensor
+    mine: Tensor
+    valid: Tensor
+    lse: Tensor
+
+
+def losses_of(flat: Tensor, labels: Tensor, valid: Tensor, terms: Terms) -> tuple[Tensor, RowStats]:
+    """Losses of rows of logits ``[N, V_padded/tp]`` with labels ``[N]``, and what their gradient needs besides. Collective."""
+    columns = flat.shape[-1]
+    local = labels - terms.tp.rank * columns
+    mine = valid & (local >= 0) & (local < columns)
+    target = local.remainder(columns)  # of other ranks' labels: any column, not used
+    stats = all_gather(_local_stats(flat, target, mine, terms).unsqueeze(0), terms.tp)  # [tp, 3, N]
+    lse = torch.logsumexp(stats[:, 0], dim=0)
+    losses = lse - (1.0 - terms.label_smoothing) * stats[:, 1].sum(0)
+    if terms.label_smoothing:
+        losses -= stats[:, 2].sum(0) * (terms.label_smoothing / terms.vocab_size)
+    if terms.z_loss:
+        losses += terms.z_loss * lse.square()
+    return losses.masked_fill_(~valid, 0.0), RowStats(target, mine, valid, lse)
+
+
+def gradient_of(flat: Tensor, grad_losses: Tensor, rows: RowStats, terms: Terms) -> Tensor:
+    """The gradient of rows of logits ``[N, V_padded/tp]`` by that of their losses ``[N]``; see ``Terms.reuse_logits``."""
+    smoothing, num_real = terms.label_smoothing, terms.num_real(flat.shape[-1])
+    weight = grad_losses.masked_fill(~rows.valid, 0.0)
+    of_softmax = (weight * (1.0 + 2.0 * terms.z_loss * rows.lse)).masked_fill_(~rows.valid, 0.0)
+    of_target = (weight * (smoothing - 1.0)).masked_fill(~rows.mine, 0.0)
+    of_all = weight * (smoothing / terms.vocab_size) if smoothing else None
+    if runs_on(flat):
+        from lightning_megatron.kernels.cross_entropy import gradient
+
+        out = flat if terms.reuse_logits else torch.empty_like(flat)
+        weights = {"of_softmax": of_softmax, "of_target": of_target, "of_all": of_all}
+        gradient(flat, rows.target, lse=rows.lse, **weights, num_real=num_real, out=out)
+        if terms.reuse_logits:
+            torch.autograd.graph.increment_version(flat)
+        return out
+    grad = torch.empty_like(flat)
+    grad[:, num_real:] = 0.0
+    for some in _blocks(flat):
+        work = flat[some].to(rows.lse.dtype, copy=True)
+        work.sub_(rows.lse[some].unsqueeze(-1)).exp_().mul_(of_softmax[some].unsqueeze(-1))
+        if of_all is not None:
+            work.sub_(of_all[some].unsqueeze(-1))
+        work.scatter_add_(1, rows.target[some].unsqueeze(-1), of_target[some].unsqueeze(-1))
+        grad[some, :num_real] = work[:, :num_real]
+    return grad
+
+
+def _local_stats(flat: Tensor, target: Tensor, mine: Tensor, terms: Terms) -> Tensor:
     """``[N, V_padded/tp] -> [3, N]``: log-sum-exp of own real columns, own label's logit or 0, sum of own real columns."""
     dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
     num_real = terms.num_real(flat.shape[-1])
+    if runs_on(flat):
+        from lightning_megatron.kernels.cross_entropy import local_stats
+
+        return local_stats(flat, target, mine, num_real=num_real, sums=terms.label_smoothing > 0.0)
     stats = flat.new_zeros((3, flat.shape[0]), dtype=dtype)
     for rows in _blocks(flat):
         real = flat[rows, :num_real].to(dtype)

@@ -9,15 +9,19 @@ a checkpoint knows the real vocabulary only and loads at any tp. The loss leaves
 from __future__ import annotations
 
 from math import lcm
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron.comm import reduce_from, reduce_scatter_to
+from lightning_megatron.kernels import available
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.sharding import Box, Init, ParamSharding
 from lightning_megatron.tensor_parallel.linear import column_linear, make_parameter
+from lightning_megatron.weight_gradients import added_to_sum
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tp_size: int) -> int:
@@ -82,17 +86,62 @@ class VocabParallelEmbedding(nn.Module):
         tp = self.mesh.tp
         inside = ((tokens >= 0) & (tokens < self.vocab_size)).all()
         torch._assert_async(inside, f"a token id is outside the vocabulary of {self.vocab_size}: check the tokenizer.")
-        rows = self.weight.shape[0]
-        local = tokens.t() - self.vocab_start
-        elsewhere = (local < 0) | (local >= rows)
-        # Tokens of other ranks read some row and are zeroed. The remainder spreads them, so that the backward, which
-        # sorts by row, meets no row with most of the batch in it.
-        hidden = F.embedding(local.remainder(rows), self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        hidden: Tensor = _LookUp.apply(tokens.t() - self.vocab_start, self.weight)  # type: ignore[no-untyped-call]
         return reduce_scatter_to(hidden, tp, dim=0) if self.mesh.sequence_parallel else reduce_from(hidden, tp)
 
     def extra_repr(self) -> str:
         """What ``print(module)`` shows."""
         return f"vocab_size={self.vocab_size}, hidden_size={self.hidden_size}, local_rows={self.weight.shape[0]}"
+
+
+class _LookUp(torch.autograd.Function):
+    """Rows of a weight, ``[..], [rows, H] -> [.., H]``, zero where the row is another rank's.
+
+    The gradient is added to the parameter's sum (weight_gradients.py) without ever taking the weight's size.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, weight: Tensor) -> Tensor:
+        elsewhere = (local < 0) | (local >= weight.shape[0])
+        # Tokens of other ranks read some row and are zeroed. The remainder spreads them, so that a backward that sorts by
+        # row meets no row with most of the batch in it.
+        rows = local.remainder(weight.shape[0])
+        ctx.save_for_backward(rows, elsewhere)
+        ctx.num_rows = weight.shape[0]
+        return F.embedding(rows, weight).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        rows, elsewhere = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return None, None
+
+        def add(total: Tensor) -> None:
+            add_rows(total, rows.masked_fill(elsewhere, -1).reshape(-1), grad.reshape(-1, grad.shape[-1]))
+
+        if added_to_sum(ctx, 1, add):
+            return None, None
+        mine = grad.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return None, torch.ops.aten.embedding_dense_backward(mine, rows, ctx.num_rows, -1, False)
+
+
+def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
+    """``total[rows[i]] += values[i]`` for each i with ``rows[i] >= 0``, summed in the dtype of ``total``, always in one order.
+
+    Args:
+        total: ``[R, H]``, contiguous.
+        rows: ``[N]`` integers below R; negative ones are left out.
+        values: ``[N, H]``.
+    """
+    order = torch.argsort(rows, stable=True)
+    if total.is_cuda and available():
+        from lightning_megatron.kernels.rows import add_sorted_rows
+
+        add_sorted_rows(total, rows[order], order, values)
+        return
+    order = order[rows[order] >= 0]
+    total.index_add_(0, rows[order], values[order].to(total.dtype))
 
 
 class VocabParallelHead(nn.Module):

@@ -11,6 +11,10 @@ Only the sharded input is kept from forward to backward, which saves (1 - 1/tp) 
 Note [A weight gradient that waits]
 A pipeline schedule may want the input gradient alone at first (weight_gradients.py). The saved input is then gathered
 when the weight gradient is made, so that until then its shard is all that is kept.
+
+Note [Sums in the product]
+An optimizer sums the gradients of micro-batches in fp32. The product that makes a weight gradient adds to that sum itself
+(cuBLAS's ``C = A B + C`` with 16-bit factors and fp32 sums), so that no gradient is written, read and added, nor rounded.
 """
 
 from __future__ import annotations
@@ -68,6 +72,9 @@ class OutPart:
         shared = () if self.replicas == 1 else ("tp",) if self.replicas == axis.size else (f"tp:{self.replicas}",)
         start = offset + axis.rank // self.replicas * rows
         return Box((start, *[0] * len(tail)), (rows, *tail), replicated=shared, partial=shared)
+
+
+_ALONE = Axis("alone", (0,), 0)  # of a product that needs no collective
 
 
 def make_parameter(
@@ -192,7 +199,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[S, B, in/tp] -> [S/tp, B, out]`` under sequence parallelism, else ``[S, B, in/tp] -> [S, B, out]``."""
-        partial = F.linear(x, self.weight)
+        partial = _linear(x, self.weight, None, axis=_ALONE, sequence_parallel=False)
         tp = self.mesh.tp
         y = reduce_scatter_to(partial, tp, dim=0) if self.mesh.sequence_parallel else reduce_from(partial, tp)
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -214,11 +221,15 @@ def column_linear(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, mesh
         bias: ``[out/tp]``.
         mesh: the running mesh.
     """
+    return _linear(x, weight, bias, axis=mesh.tp, sequence_parallel=mesh.sequence_parallel)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, axis: Axis, sequence_parallel: bool) -> Tensor:
     # Cast here, where autograd sees it, so that the gathering moves the low precision and no dtype differs in backward.
     dtype = _autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
-    result: Tensor = _ColumnLinear.apply(x, weight, bias, mesh.tp, mesh.sequence_parallel)  # type: ignore[no-untyped-call]
+    result: Tensor = _ColumnLinear.apply(x, weight, bias, axis, sequence_parallel)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -312,7 +323,15 @@ class _ColumnLinear(torch.autograd.Function):
             if needs_x:
                 reducing = (_start_reduce_scatter if sequence_parallel else _start_all_reduce)(grad_x, axis)
             if needs_weight:
-                grad_weight = now_or_later(ctx, lambda: _weight_gradient(rows, gather().wait() if full is None else full))
+
+                def whole() -> Tensor:
+                    return gather().wait() if full is None else full
+
+                grad_weight = now_or_later(
+                    ctx,
+                    lambda: _weight_gradient(rows, whole()),
+                    add=lambda total: add_weight_gradient(total, rows, whole()),
+                )
             if needs_bias:
                 grad_bias = rows.sum(0)
             return (None if reducing is None else reducing.wait()), grad_weight, grad_bias, None, None
@@ -322,3 +341,21 @@ def _weight_gradient(rows: Tensor, x: Tensor) -> Tensor:
     """``[N, out], [.., in] -> [out, in]``. See Note [A weight gradient that waits]."""
     with _without_autocast(rows):
         return rows.t() @ x.reshape(-1, x.shape[-1])
+
+
+def add_weight_gradient(total: Tensor, rows: Tensor, x: Tensor) -> None:
+    """Add ``rows^T x`` to a sum: ``[out, in]``, by ``[N, out]`` and ``[.., in]``. See Note [Sums in the product].
+
+    Args:
+        total: contiguous, in the dtype of the factors or, for 16-bit ones, in fp32.
+        rows: gradients of the layer's output.
+        x: the layer's input.
+    """
+    with _without_autocast(rows):
+        x = x.reshape(-1, x.shape[-1])
+        if total.dtype == rows.dtype:
+            total.addmm_(rows.t(), x)
+        elif rows.is_cuda and total.dtype == torch.float32:
+            torch.addmm(total, rows.t(), x, out_dtype=torch.float32, out=total)
+        else:
+            total.add_(rows.t() @ x)
