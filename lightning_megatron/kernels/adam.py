@@ -29,6 +29,7 @@ def _adam(
     rest1,
     beta2,
     rest2,
+    lr,
     eps,
     KIND: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -54,7 +55,7 @@ def _adam(
         grad = grad * tl.load(scale_ptr)
     if HAS_DECAY:
         grad = grad + decay * main
-    rate = tl.load(rates_ptr)
+    rate = lr * tl.load(rates_ptr)
     widen = tl.load(rates_ptr + 1)
     main = main * keep
     exp_avg = beta1 * exp_avg + rest1 * grad
@@ -112,6 +113,7 @@ def adam_(
             1.0 - betas[0],
             betas[1],
             1.0 - betas[1],
+            lr,
             eps,
             KIND=kind,
             HAS_SCALE=scale is not None,

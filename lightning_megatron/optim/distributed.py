@@ -152,6 +152,7 @@ class DistributedOptimizer:
         Raises:
             RuntimeError: with ``nonfinite="raise"``, on every rank: a gradient is not finite.
         """
+        self._stepper.prepare()  # before the host waits for the norm
         self._finisher.finish(num_tokens, loss_scale=loss_scale, defer=defer)
 
     @property

@@ -78,10 +78,10 @@ class GradientFinisher:
             self._divisor = (tokens.clamp(min=1.0) if num_tokens is not None else torch.ones_like(tokens)) * (loss_scale or 1.0)
         self.grad_norm = squares.sqrt() if self._divisor is None else squares.sqrt() / self._divisor
         self._factor = None if self._divisor is None else 1.0 / self._divisor
-        self._check(squares, loss_scale)
         for shard, gradient in zip(self._shards, self._gradients, strict=True):
             if shard.main.dtype == gradient.dtype:
                 shard.main.grad = gradient.view_as(shard.main)
+        self._check(squares, loss_scale)
         self._deferred = defer and self._direct
         if not defer:
             self.apply()

@@ -10,6 +10,7 @@ The optimizer stays the user's: its groups, its state and its step hooks are as 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -53,7 +54,7 @@ class AdamUpdate(Protocol):
             exp_avg: first moment.
             exp_avg_sq: second moment.
             scale: what the gradient is multiplied by first (0-dim fp32).
-            rates: ``[2]`` fp32: lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t).
+            rates: ``[2]`` fp32: 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t).
             weight_decay: see ``decoupled``.
             lr: learning rate.
             decoupled: AdamW (Loshchilov and Hutter 2019); otherwise weight decay is added to the gradient.
@@ -92,12 +93,15 @@ class FusedAdam:
     ) -> None:
         self._optimizer, self._state_dtype = optimizer, state_dtype
         self._places: dict[Tensor, tuple[Tensor, Tensor]] = {shard.main: (value, gradient) for shard, value, gradient in shards}
+        self._prepared: list[_Ready] | None = None
         self._rests: dict[Tensor, Remainder] = {
             main: store.rest for main, store in stores.items() if isinstance(store, RemainderStore)
         }
 
-    def __contains__(self, main: Tensor) -> bool:
-        return main in self._places
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Do what a step needs before its first kernel, while the device is still busy with gradients."""
+        self._prepared = [self._prepare(group) for group in self._optimizer.param_groups]
 
     @torch.no_grad()
     def step(self, scale: Tensor | None, **kwargs: Any) -> None:
@@ -107,6 +111,7 @@ class FusedAdam:
             scale: what gradients are to be multiplied by first (0-dim).
             kwargs: for the optimizer's own ``step``, which runs its hooks on groups without parameters.
         """
+        prepared, self._prepared = self._prepared, None
         groups = self._optimizer.param_groups
         members = [group["params"] for group in groups]
         try:
@@ -117,37 +122,46 @@ class FusedAdam:
             for group, params in zip(groups, members, strict=True):
                 group["params"] = params
         scale = None if scale is None else scale.float()
-        for group in groups:
-            mains = [main for main in group["params"] if main in self._places]
-            self._step_group(group, mains, scale)
+        for index, group in enumerate(groups):
+            ready = prepared[index] if prepared is not None and prepared[index].betas == _betas(group) else self._prepare(group)
+            self._step_group(group, ready, scale)
 
-    def _step_group(self, group: dict[str, Any], mains: list[Tensor], scale: Tensor | None) -> None:
-        if not mains:
+    def _step_group(self, group: dict[str, Any], ready: _Ready, scale: Tensor | None) -> None:
+        if not ready.shards:
             return
-        device = self._places[mains[0]][0].device
-        update: AdamUpdate = _kernel() if device.type == "cuda" else plain_update
+        update: AdamUpdate = _kernel() if ready.rates.device.type == "cuda" else plain_update
+        options = {
+            "scale": scale,
+            "weight_decay": float(group["weight_decay"]),
+            "lr": float(group["lr"]),
+            "decoupled": group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW)),
+            "betas": ready.betas,
+            "eps": float(group["eps"]),
+        }
+        for shard, rates in zip(ready.shards, ready.rates.unbind(), strict=True):
+            update(**shard, rates=rates, **options)
+        torch._foreach_add_(ready.steps, 1.0)
+
+    def _prepare(self, group: dict[str, Any]) -> _Ready:
+        mains = [main for main in group["params"] if main in self._places]
         states = [self._state(main, group) for main in mains]
-        lr, betas = float(group["lr"]), (float(group["betas"][0]), float(group["betas"][1]))
-        rates = _rates([state["step"] for state in states], lr, betas, device)
-        for main, state, own_rates in zip(mains, states, rates.unbind(), strict=True):
+        shards, betas = [], _betas(group)
+        for main, state in zip(mains, states, strict=True):
             value, gradient = self._places[main]
             rest = self._rests.get(main)
-            copied = main.dtype != value.dtype
-            update(
-                value,
-                rest.low if rest is not None else main.detach() if copied else None,
-                rest.ties if rest is not None else None,
-                grad=gradient,
-                exp_avg=state["exp_avg"],
-                exp_avg_sq=state["exp_avg_sq"],
-                scale=scale,
-                rates=own_rates,
-                weight_decay=float(group["weight_decay"]),
-                lr=lr,
-                decoupled=group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW)),
-                betas=betas,
-                eps=float(group["eps"]),
+            copy = main.detach() if main.dtype != value.dtype else None
+            shards.append(
+                {
+                    "value": value,
+                    "main": rest.low if rest is not None else copy,
+                    "ties": rest.ties if rest is not None else None,
+                    "grad": gradient,
+                    "exp_avg": state["exp_avg"],
+                    "exp_avg_sq": state["exp_avg_sq"],
+                }
             )
+        steps = [state["step"] for state in states]
+        return _Ready(betas, shards, steps, _rates(steps, betas, mains[0].device) if mains else torch.empty(0, 2))
 
     def _state(self, main: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state of a shard, as its first step would make it, its moments in our dtype."""
@@ -163,11 +177,25 @@ class FusedAdam:
         return state
 
 
-def _rates(steps: list[Tensor], lr: float, betas: tuple[float, float], device: torch.device) -> Tensor:
-    """Count the steps up, and give ``[len(steps), 2]``: see ``AdamUpdate``. Powers are taken in fp64."""
-    torch._foreach_add_(steps, 1.0)
-    count = torch.stack(steps).double()
-    rates = torch.stack([lr / (1.0 - betas[0] ** count), (1.0 - betas[1] ** count).rsqrt()], dim=1)
+@dataclass(frozen=True)
+class _Ready:
+    """What the step of one param group needs: arguments of ``AdamUpdate`` and step counts for each shard, ``rates``."""
+
+    betas: tuple[float, float]
+    shards: list[dict[str, Any]]
+    steps: list[Tensor]
+    rates: Tensor
+
+
+def _betas(group: dict[str, Any]) -> tuple[float, float]:
+    first, second = group["betas"]
+    return float(first), float(second)
+
+
+def _rates(steps: list[Tensor], betas: tuple[float, float], device: torch.device) -> Tensor:
+    """``[len(steps), 2]`` for the steps that come next: see ``AdamUpdate``. Powers are taken in fp64."""
+    count = torch.stack(steps).double() + 1.0
+    rates = torch.stack([1.0 / (1.0 - betas[0] ** count), (1.0 - betas[1] ** count).rsqrt()], dim=1)
     return rates.to(device, torch.float32, non_blocking=True)
 
 
@@ -207,7 +235,7 @@ def plain_update(
     first = exp_avg.float().mul_(betas[0]).add_(grad * (1.0 - betas[0]))
     second = exp_avg_sq.float().mul_(betas[1]).add_(grad * grad * (1.0 - betas[1]))
     wide.mul_(1.0 - lr * weight_decay if decoupled else 1.0)
-    wide.sub_(rates[0] * first / (second.sqrt() * rates[1] + eps))
+    wide.sub_(lr * rates[0] * first / (second.sqrt() * rates[1] + eps))
     exp_avg.copy_(first)
     exp_avg_sq.copy_(second)
     if rest is not None:

@@ -50,6 +50,11 @@ class Stepper:
         held = {shard.main for shard in in_pieces}
         self._gradients = [g for shard, g in zip(cut.local, cut.gradients, strict=True) if shard.main in held]
 
+    def prepare(self) -> None:
+        """Do what a step needs beforehand, while the device is busy. Nothing need be said."""
+        if self._fused is not None:
+            self._fused.prepare()
+
     def step(self, factor: torch.Tensor | None, **kwargs: Any) -> None:
         """Step on everything.
 

@@ -67,7 +67,7 @@ def kernel_against_plain() -> int:
             found, expected = tensors(numel, kind, moments), tensors(numel, kind, moments)
             scale = torch.full((), 0.5, device="cuda") if scaled else None
             for step in range(1, 4):
-                rates = torch.tensor([1e-2 / (1 - 0.9**step), (1 - 0.99**step) ** -0.5], device="cuda")
+                rates = torch.tensor([1 / (1 - 0.9**step), (1 - 0.99**step) ** -0.5], device="cuda")
                 for update, held in ((adam_, found), (plain_update, expected)):
                     update(**held, scale=scale, rates=rates, decoupled=decoupled, **OPTIONS)  # type: ignore[operator]
             worst = max(worst, float((wide_of(found) - wide_of(expected)).abs().max()))
@@ -87,7 +87,7 @@ def remainders_are_exact() -> int:
     for moments in (torch.float32, torch.bfloat16):
         one, other = tensors(1_000_003, "copy", moments), tensors(1_000_003, "remainder", moments)
         for step in range(1, 51):
-            rates = torch.tensor([1e-2 / (1 - 0.9**step), (1 - 0.99**step) ** -0.5], device="cuda")
+            rates = torch.tensor([1 / (1 - 0.9**step), (1 - 0.99**step) ** -0.5], device="cuda")
             grad = torch.randn(1_000_003, device="cuda")
             for held in (one, other):
                 adam_(**(held | {"grad": grad}), scale=None, rates=rates, decoupled=True, **OPTIONS)  # type: ignore[arg-type]
