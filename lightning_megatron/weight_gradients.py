@@ -91,7 +91,7 @@ class _NoGradient(torch.autograd.Function):
 
 def _run_hooks(param: Tensor) -> None:
     """Run what ``AccumulateGrad`` would have run: a gradient has been added to the parameter's sum."""
-    hooks: dict[int, Callable[[Tensor], None]] | None = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks: dict[int, Callable[[Tensor], None]] | None = param._post_accumulate_grad_hooks
     for hook in list((hooks or {}).values()):
         hook(param)
 
@@ -158,7 +158,7 @@ def _parameter(ctx: Any, place: int, *, is_certain: bool) -> Tensor | None:
 def _is_accumulated(node: Any) -> bool:
     """Whether the running pass adds to the leaf of this ``AccumulateGrad``."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad of this very leaf
         return False
 

@@ -51,7 +51,10 @@ def gradient(
     Args:
         logits: ``[N, C]``, contiguous rows.
         target: ``[N]``.
-        lse, of_softmax, of_target, of_all: fp32 ``[N]``.
+        lse: fp32 ``[N]``, as the other factors.
+        of_softmax: by which the softmax counts.
+        of_target: by which the target counts.
+        of_all: what is taken off each real column.
         num_real: columns that count.
         out: ``[N, C]``; may be ``logits`` itself.
     """
@@ -69,10 +72,8 @@ def gradient(
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _stats(  # type: ignore[no-untyped-def]
-    logits, target, mine, stats, num, width, num_real, SUMS: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit
+def _stats(logits, target, mine, stats, num, width, num_real, SUMS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * width
     columns = tl.arange(0, BLOCK)
@@ -97,8 +98,8 @@ def _stats(  # type: ignore[no-untyped-def]
     tl.store(stats + 2 * num + row, tl.sum(summed, axis=0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gradient(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gradient(
     logits,
     target,
     lse,

@@ -66,8 +66,8 @@ def _tile(size: int) -> tuple[int, int, int]:
     return block, max(1, _TILE // block), min(16, max(8, block // 512))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _forward(  # type: ignore[no-untyped-def]
+@triton.jit
+def _forward(
     hidden, added, weight, summed, normed, scales, num, size, eps, ADDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -86,8 +86,8 @@ def _forward(  # type: ignore[no-untyped-def]
     tl.store(normed + places, x * scale[:, None] * gain[None, :], mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _backward(  # type: ignore[no-untyped-def]
+@triton.jit
+def _backward(
     of_normed,
     of_summed,
     summed,

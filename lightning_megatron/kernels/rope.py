@@ -14,8 +14,11 @@ def rotate_together(q: Tensor, k: Tensor, v: Tensor, *, cos: Tensor, sin: Tensor
     """Rotate q and k, leave v, and put them side by side: ``[S, B, h, d], [S, B, g, d] x 2 -> [S, B, (h + 2g) * d]``.
 
     Args:
-        q, k, v: any strides, those of the last dim 1.
-        cos, sin: fp32 ``[S, 1, 1, d]``, contiguous, the two halves of the last dim alike.
+        q: any strides, that of the last dim 1.
+        k: likewise.
+        v: likewise.
+        cos: fp32 ``[S, 1, 1, d]``, contiguous, the two halves of the last dim alike.
+        sin: likewise.
         inverse: rotate back, which is the gradient of rotating.
     """
     seq, batch, num_q, size = q.shape
@@ -36,8 +39,8 @@ def rotate_together(q: Tensor, k: Tensor, v: Tensor, *, cos: Tensor, sin: Tensor
     return fused
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rotate(  # type: ignore[no-untyped-def]
+@triton.jit
+def _rotate(
     q,
     k,
     v,

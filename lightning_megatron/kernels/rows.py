@@ -30,8 +30,8 @@ def add_sorted_rows(total: Tensor, rows: Tensor, order: Tensor, values: Tensor) 
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_sorted_rows(total, rows, order, values, num, width, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _add_sorted_rows(total, rows, order, values, num, width, stride, BLOCK: tl.constexpr):
     # The first program of a run of equal rows adds them all up, so that no two write to the same place.
     index = tl.program_id(0)
     row = tl.load(rows + index)

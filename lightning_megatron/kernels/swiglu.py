@@ -38,8 +38,8 @@ def _grid(of: Tensor, width: int) -> tuple[int, int]:
     return of.numel() // width, triton.cdiv(width, _block(width))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _forward(gate_up, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _forward(gate_up, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -48,8 +48,8 @@ def _forward(gate_up, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     tl.store(out + row * width + columns, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _backward(gate_up, grad, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _backward(gate_up, grad, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

@@ -115,8 +115,8 @@ class _RotateFused(torch.autograd.Function):
 
 def _split_heads(fused: Tensor, heads: tuple[int, int], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     num_q, num_kv = heads
-    parts = fused.split([num_q * head_dim, num_kv * head_dim, num_kv * head_dim], dim=-1)
-    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in parts)
+    parts = torch.split(fused, [num_q * head_dim, num_kv * head_dim, num_kv * head_dim], dim=-1)
+    q, k, v = (part.view(*part.shape[:-1], -1, head_dim) for part in parts)
     return q, k, v
 
 

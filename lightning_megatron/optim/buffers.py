@@ -2,9 +2,10 @@
 
 Note [Gradients in place]
 Each parameter's ``grad`` is preset to its view of the flat gradient buffer, and autograd adds into it, or the layer's own
-backward does (weight_gradients.py), which saves the pass over memory. For 16-bit parameters the buffer is fp32, which ``Tensor.grad_dtype`` (torch 2.11 and later) lets ``grad`` be; on older ones a hook adds
-the finished gradient. Whatever replaces ``grad`` meanwhile (``zero_grad``, a double backward) is noticed by identity and
-brought back into the buffer before it is reduced.
+backward does (weight_gradients.py), which saves the pass over memory. For 16-bit parameters the buffer is fp32, which
+``Tensor.grad_dtype`` (torch 2.11 and later) lets ``grad`` be; on older ones a hook adds the finished gradient. Whatever
+replaces ``grad`` meanwhile (``zero_grad``, a double backward) is noticed by identity and brought back into the buffer before
+it is reduced.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ def _meta(edge: GradientEdge) -> Any:
 
 
 def _weight_gradients(products: list[_Product]) -> list[tuple[GradientEdge, Tensor | None]]:
-    """Each weight's edge with its gradient; ``None`` if it has none or has been added. See Note [One product, half its gradients]."""
+    """Each weight's edge with its gradient, ``None`` if it has been added. See Note [One product, half its gradients]."""
     result: list[tuple[GradientEdge, Tensor | None]] = []
     native = [product for product in products if product.computes is None]
     wanted = list(dict.fromkeys(edge for product in native for _, edge in product.edges))

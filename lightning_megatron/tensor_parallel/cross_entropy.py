@@ -147,8 +147,16 @@ def gradient_of(flat: Tensor, grad_losses: Tensor, rows: RowStats, terms: Terms)
         from lightning_megatron.kernels.cross_entropy import gradient
 
         out = flat if terms.reuse_logits else torch.empty_like(flat)
-        weights = {"of_softmax": of_softmax, "of_target": of_target, "of_all": of_all}
-        gradient(flat, rows.target, lse=rows.lse, **weights, num_real=num_real, out=out)
+        gradient(
+            flat,
+            rows.target,
+            lse=rows.lse,
+            of_softmax=of_softmax,
+            of_target=of_target,
+            of_all=of_all,
+            num_real=num_real,
+            out=out,
+        )
         if terms.reuse_logits:
             torch.autograd.graph.increment_version(flat)
         return out
