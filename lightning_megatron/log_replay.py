@@ -10,8 +10,7 @@ Note [One value of an epoch]
 Callbacks decide by the values of an epoch. Replicas that decide by their own would part (shards of one optimizer would even
 get unlike learning rates), so a value kept for the epoch is always reduced over them, as ``sync_dist=True`` does.
 
-A step costs one small CPU broadcast (which schema, and the batch sizes) and one packed tensor of values on the device. A
-schema (names and arguments) travels as an object the first time that it comes up.
+A step costs a small CPU broadcast (which schema, batch sizes) and a packed tensor on the device; a new schema is sent once.
 """
 
 from __future__ import annotations
@@ -224,7 +223,7 @@ class LogRecorder:
         except AttributeError:
             return None
 
-    def replay(self, loss: Tensor | None) -> Tensor:
+    def replay(self, loss: Tensor | None, num_tokens: Tensor | None = None) -> Tensor:
         """Combine what was recorded, send it from the last stage to the others, and log it on every rank.
 
         Call it outside of ``recording``, within the hook that the step belongs to. In ``predict_step`` Lightning allows
@@ -232,6 +231,7 @@ class LogRecorder:
 
         Args:
             loss: the loss of the step, 0-dim, on the last stage; ``None`` on the others, and where there is none.
+            num_tokens: valid tokens on this rank, 0-dim, where the step tells them: the weight of its means over ``cp``.
 
         Returns:
             The loss on every rank, averaged over ``cp``; 0-dim, fp32 (fp64 if it was); zero where there is none.
@@ -241,7 +241,7 @@ class LogRecorder:
             MisconfigurationException: Lightning's own; and for what cannot be sent along a pipeline.
         """
         calls, self._calls = self._calls, []
-        message = self._combined(calls, loss) if self._has_values else None
+        message = self._combined(calls, loss, num_tokens) if self._has_values else None
         if self._mesh.pp.size > 1:
             message = self._exchange(message)
         assert message is not None
@@ -255,7 +255,7 @@ class LogRecorder:
     def _has_values(self) -> bool:
         return self._mesh.pp.rank == self._source
 
-    def _combined(self, calls: list[_Call], loss: Tensor | None) -> _Message:
+    def _combined(self, calls: list[_Call], loss: Tensor | None, num_tokens: Tensor | None = None) -> _Message:
         """Every name over the micro-batches and over ``cp``. Waits for the device only for a ``batch_size`` under ``cp``."""
         records: dict[_Entry, _Record] = {}
         for call in sorted(calls, key=lambda call: call.microbatch_index):
@@ -269,7 +269,7 @@ class LogRecorder:
                 values.append(_reduce([n.to(dtype) for n in record.numbers], record.weights, record.entry.reduction))
         sizes = [record.size for record in records.values()]
         if self._mesh.cp.size > 1:
-            values, sizes = _over_context(schema, values, sizes, self._mesh)
+            values, sizes = _over_context(schema, values, sizes, self._mesh, num_tokens)
         packed = torch.stack(values) if values else torch.empty(0, dtype=dtype, device=self._mesh.device)
         return _Message(schema, sizes, packed)
 
@@ -328,21 +328,23 @@ class LogRecorder:
         return self._module._current_fx_name != "training_step" if on_epoch is None else bool(on_epoch)
 
 
-def _over_context(schema: _Schema, values: list[Tensor], sizes: list[int], mesh: Mesh) -> tuple[list[Tensor], list[int]]:
+def _over_context(
+    schema: _Schema, values: list[Tensor], sizes: list[int], mesh: Mesh, num_tokens: Tensor | None
+) -> tuple[list[Tensor], list[int]]:
     """Combine values over ``cp``. Sums are averaged, as ``sync_dist=True`` then sums them over ``dp_cp``."""
-    cp, device = mesh.cp, mesh.device
-    valued = [i for i, entry in enumerate(schema.entries) if entry.has_value]
-    hows = ["mean"] * schema.has_loss
-    hows += ["own" if schema.entries[i].on_one_rank else schema.entries[i].reduction for i in valued]
-    weights = [1] * schema.has_loss
-    weights += [sizes[i] if schema.entries[i].own_weights and schema.entries[i].reduction == "mean" else 1 for i in valued]
-    values, sizes = list(values), list(sizes)
+    cp, entries, values, sizes = mesh.cp, schema.entries, list(values), list(sizes)
+    valued = [i for i, entry in enumerate(entries) if entry.has_value]
+    hows = ["mean"] * schema.has_loss + ["own" if entries[i].on_one_rank else entries[i].reduction for i in valued]
+    weights: list[Any] = [1] * schema.has_loss
+    weights += [sizes[i] if entries[i].own_weights and entries[i].reduction == "mean" else 1 for i in valued]
+    if num_tokens is not None:
+        weights = [num_tokens if how == "mean" else own for how, own in zip(hows, weights, strict=True)]
     averaged = [i for i, how in enumerate(hows) if how not in ("min", "max", "own")]
     if averaged:
-        totals = [torch.full_like(values[i], weights[i]) for i in averaged]
-        weighted = torch.stack([values[i] * weights[i] for i in averaged] + totals)
-        sums, totals_sum = all_reduce(weighted, cp).chunk(2)
-        for i, mean in zip(averaged, (sums / totals_sum.clamp(min=1)).unbind(), strict=True):
+        totals = [(torch.ones_like(values[i]) * weights[i]).to(values[i].dtype) for i in averaged]
+        shares = [torch.where(total > 0, values[i] * total, 0.0) for i, total in zip(averaged, totals, strict=True)]
+        sums, total = all_reduce(torch.stack(shares + totals), cp).chunk(2)  # a mean over no token may be NaN: weighs nothing
+        for i, mean in zip(averaged, (sums / total.clamp(min=1)).unbind(), strict=True):
             values[i] = mean
     for how, op in (("min", dist.ReduceOp.MIN), ("max", dist.ReduceOp.MAX)):
         chosen = [i for i, other in enumerate(hows) if other == how]
@@ -351,7 +353,7 @@ def _over_context(schema: _Schema, values: list[Tensor], sizes: list[int], mesh:
             values[i] = value
     counted = [i for i, entry in enumerate(schema.entries) if entry.own_weights and not entry.on_one_rank]
     if counted:  # the ranks' batch sizes differ, and all must go on with the same
-        summed = all_reduce(torch.tensor([sizes[i] for i in counted], device=device), cp).tolist()
+        summed = all_reduce(torch.tensor([sizes[i] for i in counted], device=mesh.device), cp).tolist()
         for i, size in zip(counted, summed, strict=True):
             sizes[i] = size
     return values, sizes

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.comm import all_reduce
+from lightning_megatron.mesh import Axis
 from lightning_megatron.token_guard import TokenGuard
 
 MIXED = (
@@ -70,13 +72,18 @@ class StepLosses:
         self._weights.append(num_tokens if isinstance(num_tokens, Tensor) else float(num_tokens))
         return None if empty else loss * num_tokens
 
-    def mean(self) -> Tensor | None:
-        """The batch's loss (0-dim, detached): the mean over its samples or its valid tokens. ``None`` before any output."""
+    def mean(self, cp: Axis | None = None) -> Tensor | None:
+        """The batch's loss (0-dim, detached): the mean over its samples or its valid tokens. ``None`` before any output.
+
+        With ``cp``, over those of all its ranks, which call it together.
+        """
         if not self._losses:
             return None
         losses = torch.stack([loss.to(torch.promote_types(loss.dtype, torch.float32)) for loss in self._losses])
         weights = torch.stack([torch.as_tensor(weight, device=losses.device, dtype=losses.dtype) for weight in self._weights])
-        return (losses * weights).sum() / weights.sum().clamp(min=1)
+        both = torch.stack(((losses * weights).sum(), weights.sum()))
+        total, weight = (both if cp is None else all_reduce(both, cp)).unbind()
+        return total / weight.clamp(min=1)
 
 
 def _loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | float | None]:

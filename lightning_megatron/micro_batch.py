@@ -105,7 +105,7 @@ def _part(node: Any, rows: slice, num_samples: int, *, is_root: bool = False) ->
         return node[rows]
     if not is_root and _is_list_of_samples(node, num_samples):
         return node[rows]
-    opened = _open(node)
+    opened = open_container(node)
     if opened is None:
         return node
     return opened.rebuild([_part(child, rows, num_samples) for child in opened.children])
@@ -145,7 +145,7 @@ def merge_outputs(outputs: list[Any], sizes: list[int]) -> Any:
         return sum(output * size for output, size in zip(outputs, sizes, strict=True)) / sum(sizes)
     if all(type(output) is list for output in outputs):
         return [entry for output in outputs for entry in output]
-    opened = [node for node in map(_open, outputs) if node is not None]
+    opened = [node for node in map(open_container, outputs) if node is not None]
     if len(opened) < len(outputs) or any(node.structure != opened[0].structure for node in opened):
         return list(outputs)
     columns = zip(*(node.children for node in opened), strict=True)
@@ -164,7 +164,7 @@ def _merge_tensors(tensors: list[Tensor], sizes: list[int]) -> Any:
 
 
 @dataclass(frozen=True)
-class _Opened:
+class Opened:
     """One level of a container: its children, what two containers must share to be merged, and how to make it again."""
 
     children: list[Any]
@@ -172,19 +172,19 @@ class _Opened:
     rebuild: Callable[[list[Any]], Any]
 
 
-def _open(node: Any) -> _Opened | None:
-    """One level of a container; ``None`` for a leaf."""
+def open_container(node: Any) -> Opened | None:
+    """One level of a container that ``leaves`` looks into; ``None`` for a leaf."""
     children, spec = tree_flatten(node, is_leaf=lambda other: other is not node)
     if not (len(children) == 1 and children[0] is node):
-        return _Opened(children, spec, lambda new: tree_unflatten(new, spec))
+        return Opened(children, spec, lambda new: tree_unflatten(new, spec))
     # Containers that pytree does not know: UserDicts such as Hugging Face's BatchEncoding, and plain dataclasses.
     if isinstance(node, Mapping):
         keys = list(node)
-        return _Opened([node[key] for key in keys], (type(node), keys), lambda new: _with_items(node, keys, new))
+        return Opened([node[key] for key in keys], (type(node), keys), lambda new: _with_items(node, keys, new))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         names = [field.name for field in dataclasses.fields(node)]
         children = [getattr(node, name) for name in names]
-        return _Opened(children, (type(node), names), lambda new: _with_fields(node, names, new))
+        return Opened(children, (type(node), names), lambda new: _with_fields(node, names, new))
     return None
 
 
@@ -204,7 +204,7 @@ def _with_fields(instance: Any, names: list[str], values: list[Any]) -> Any:
 
 def leaves(node: Any) -> Iterator[Any]:
     """What a batch holds, whatever dicts, lists or dataclasses it sits in, in order."""
-    opened = _open(node)
+    opened = open_container(node)
     if opened is None:
         yield node
         return

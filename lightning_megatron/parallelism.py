@@ -90,8 +90,8 @@ class Parallelism:
         if not proper or (self.cp_a2a is not None and self.cp_a2a not in proper):
             shown = "" if self.cp_a2a is None else f" and cp_a2a={self.cp_a2a}"
             raise ValueError(
-                f"cp_comm='a2a+p2p' with cp={self.cp}{shown}: cp must be a product of two numbers of 2 or more, of which cp_a2a "
-                f"is one ({', '.join(map(str, proper)) or 'none here'}); use 'p2p' or 'a2a' otherwise."
+                f"cp_comm='a2a+p2p' with cp={self.cp}{shown}: cp must be a product of two numbers of 2 or more, of which "
+                f"cp_a2a is one ({', '.join(map(str, proper)) or 'none here'}); use 'p2p' or 'a2a' otherwise."
             )
 
     @property

@@ -4,6 +4,7 @@ Lightning calls, for every batch::
 
     Strategy.training_step ─► TrainingEngine.train
         split the batch                      micro_batch.py
+        cut the sequences over cp            sequence_batch.py, context_parallel/layout.py
         run the schedule                     pipeline/schedule.py, pipeline/executor.py
             the user's training_step         on every stage, see pipeline/capture.py
             loss normalisation               loss.py, token_guard.py
@@ -28,6 +29,7 @@ from lightning.pytorch import LightningModule
 from rich.console import Console
 from torch import Tensor
 
+from lightning_megatron.context_parallel.layout import SequenceLayout
 from lightning_megatron.log_replay import LogRecorder
 from lightning_megatron.loss import StepLosses
 from lightning_megatron.mesh import Mesh
@@ -41,6 +43,7 @@ from lightning_megatron.pipeline.model import PipelineModel
 from lightning_megatron.pipeline.plan import run_plan
 from lightning_megatron.pipeline.schedule import Placement
 from lightning_megatron.rng import seeded_user_rng
+from lightning_megatron.sequence_batch import SequenceCutter, ShardBatch, joined
 from lightning_megatron.token_guard import GuardedModels, TokenGuard
 
 
@@ -57,6 +60,7 @@ class TrainingEngine:
         schedule: the training schedule.
         micro_batch_size: samples in a micro-batch; ``None`` for the whole batch.
         num_microbatches: M instead of a size.
+        shard_batch: cuts a micro-batch over context-parallel ranks, instead of the default rule.
     """
 
     def __init__(
@@ -71,11 +75,13 @@ class TrainingEngine:
         schedule: Schedule,
         micro_batch_size: int | None,
         num_microbatches: int | None,
+        shard_batch: ShardBatch | None = None,
     ) -> None:
         self._module, self._mesh, self._placement, self._executor = module, mesh, placement, executor
         self._metrics, self.seed, self._schedule = metrics, seed, schedule
         self._micro_batch_size, self._num_microbatches = micro_batch_size, num_microbatches
         self._recorder = LogRecorder(module, mesh=mesh, last_stage_rank=placement.last_rank)
+        self._cutter = SequenceCutter(module, mesh, shard_batch)
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._per_token: bool | None = None
         self._guarded = GuardedModels(child for child in module.modules() if isinstance(child, PipelineModel))
@@ -116,18 +122,19 @@ class TrainingEngine:
         Returns:
             The batch's mean loss on every rank (0-dim), in a dict with the step's other outputs where this is the last stage.
         """
-        batch = self.split(args[0])
+        batch, layouts = self._cutter(self.split(args[0]))
         self._say_schedule(len(batch))
         losses = StepLosses(batch.sizes, num_sharers=accumulate * self._mesh.dp_cp.size, device=self._mesh.device)
         losses.per_token = self._per_token
-        step = self._step("training_step", batch, args[1:], (batch_number,), partial(self._differentiable, losses))
+        loss_of = partial(self._differentiable, losses)
+        step = self._step("training_step", batch, layouts, args[1:], (batch_number,), loss_of)
         hooks = self._reduction_hooks(len(batch)) if is_last else StageHooks()
         outputs = self._run(self._schedule if backward else "forward_only", step, batch, hooks)
         self._wait_parameters()  # of the step before: all have been used
         self._per_token = losses.per_token
         if self._mesh.tp.is_first:
             self._num_tokens += losses.num_tokens
-        loss = self._recorder.replay(losses.mean())
+        loss = self._recorder.replay(losses.mean(self._mesh.cp), losses.num_tokens if losses.per_token else None)
         return _with_extras(loss, outputs, batch.sizes)
 
     def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
@@ -136,13 +143,15 @@ class TrainingEngine:
         Predictions come back on every rank of the pipeline, other outputs on the last stage alone.
         """
         self._wait_parameters()
-        batch = self.split(args[0])
-        step = self._step(name, batch, args[1:], args[1:], None)
+        batch, layouts = self._cutter(self.split(args[0]))
+        step = self._step(name, batch, layouts, args[1:], args[1:], None)
         outputs = self._run("forward_only", step, batch)
+        if name == "predict_step":
+            outputs = [joined(output, layout, self._mesh.cp) for output, layout in zip(outputs, layouts, strict=False)]
         merged = _merged(outputs, batch.sizes) if self.is_last_stage else None
         if name == "predict_step":
             return broadcast_output(merged, self._mesh, self._placement)
-        self._recorder.replay(None)
+        self._recorder.replay(None, _num_tokens(outputs, self._mesh))
         return merged
 
     def finish_gradients(self, *, loss_scale: float | None = None, defer: bool = False) -> None:
@@ -195,6 +204,7 @@ class TrainingEngine:
         self,
         name: str,
         batch: MicroBatches,
+        layouts: list[SequenceLayout | None],
         rest: tuple[Any, ...],
         position: tuple[Any, ...],
         loss: Callable[[int, Any], Tensor | None] | None,
@@ -204,6 +214,9 @@ class TrainingEngine:
             [child for child in self._module.modules() if isinstance(child, PipelineModel)] if self._mesh.pp.size == 1 else []
         )
         seed_names = [(self.seed, name, *position, m, self._mesh.dp.rank) for m in range(len(batch))]
+        # Ranks of cp run the user's own code under the same numbers, and the model, on other tokens, under their own.
+        cp_rank = (self._mesh.cp.rank,) if self._mesh.cp.size > 1 else ()
+        model_names: list[tuple[object, ...]] = [(*names, *cp_rank) for names in seed_names]
 
         def run(microbatch: int, is_last_stage: bool) -> Any:
             self._recorder.begin(microbatch, batch.sizes[microbatch], keep=is_last_stage)
@@ -215,12 +228,13 @@ class TrainingEngine:
                 self._guarded.guarding(guard),
                 discard,
                 seeded_user_rng(device, *names, "step"),
-                whole_models_seeded(whole, device, names),
+                whole_models_seeded(whole, device, model_names[microbatch]),
+                self._cutter.telling(layouts[microbatch]),
             ):
                 return method(batch[microbatch], *rest)
 
         signatures: list[Hashable] = [(name, signature_of(microbatch)) for microbatch in batch]
-        return Step(name, run, loss, signatures, seed_names)
+        return Step(name, run, loss, signatures, model_names)
 
 
 def _samples_in(batch: Any) -> int:
@@ -229,6 +243,14 @@ def _samples_in(batch: Any) -> int:
         return batch_size_of(batch)
     except ValueError:
         return 1
+
+
+def _num_tokens(outputs: list[Any], mesh: Mesh) -> Tensor | None:
+    """Valid tokens behind the outputs of a step that tells them; ``None`` where it does not."""
+    if mesh.cp.size == 1 or not outputs or not all(isinstance(output, dict) and "num_tokens" in output for output in outputs):
+        return None
+    counts = [torch.as_tensor(output["num_tokens"], device=mesh.device, dtype=torch.float64) for output in outputs]
+    return torch.stack([count.reshape(()) for count in counts]).sum()
 
 
 def _merged(outputs: list[Any], sizes: list[int]) -> Any:

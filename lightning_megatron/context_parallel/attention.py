@@ -65,7 +65,8 @@ class ContextParallelAttention:
     def _gathered(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, pattern: Pattern) -> Tensor:
         groups = k.shape[2]
         both = all_gather_from(torch.cat((k, v), dim=2), self.whole, 0)
-        k, v = _gathered_order(both, layout, layout.size).split(groups, dim=2)
+        ordered = _gathered_order(both, layout, layout.size)
+        k, v = ordered[:, :, :groups], ordered[:, :, groups:]
         tiling = Tiling(layout, pattern, q.device)
         return tiled_attention(q, k, v, tiles=tiling.gathered(), block=self.block)
 
@@ -83,10 +84,13 @@ class ContextParallelAttention:
         check_exchanged_heads(q.shape[2], k.shape[2], inner.size)
         copies = max(1, inner.size // k.shape[2])
         k, v = (tensor if copies == 1 else tensor.repeat_interleave(copies, dim=2) for tensor in (k, v))
-        parts = [tensor.unflatten(2, (inner.size, -1)) for tensor in (q, k, v)]
-        sizes = [part.shape[3] for part in parts]
+        parts = [tensor.reshape(*tensor.shape[:2], inner.size, -1, tensor.shape[3]) for tensor in (q, k, v)]
+        num_q, num_kv = parts[0].shape[3], parts[1].shape[3]
         tokens = heads_to_tokens(torch.cat(parts, dim=3).flatten(2, 3), inner)
-        q, k, v = _gathered_order(tokens, layout, inner.size).split(sizes, dim=2)
+        ordered = _gathered_order(tokens, layout, inner.size)
+        q, k, v = (
+            ordered[:, :, start : start + size] for start, size in ((0, num_q), (num_q, num_kv), (num_q + num_kv, num_kv))
+        )
         among = layout.over(layout.size // inner.size, outer.rank if outer is not None else 0)
         tiling = Tiling(among, pattern, q.device)
         if outer is None:

@@ -40,8 +40,9 @@ class BlockAttention:
         """Attention over the tile's keys alone.
 
         Args:
-            q: ``[n_q, B, h, d]``.
-            k, v: ``[n_k, B, g, d]``, g dividing h.
+            q: queries, ``[n_q, B, h, d]``.
+            k: keys, ``[n_k, B, g, d]``, g dividing h.
+            v: values, the same.
             tile: which pairs.
 
         Returns:
@@ -132,9 +133,9 @@ def _math_backward(
     wide_k, wide_v = _wide(k), _wide(v)
     grad_k, grad_v, grads_q = torch.zeros_like(wide_k), torch.zeros_like(wide_v), []
     for rows, scores in _score_blocks(q, k, tile):
-        own_grad = _wide(grad[rows]).unflatten(2, (groups, -1))
-        delta = (own_grad * _wide(out[rows]).unflatten(2, (groups, -1))).sum(-1).permute(1, 2, 3, 0)
-        weights = _weights(scores, lse[rows].unflatten(2, (groups, -1)).permute(1, 2, 3, 0))
+        own_grad = _grouped(_wide(grad[rows]), groups)
+        delta = (own_grad * _grouped(_wide(out[rows]), groups)).sum(-1).permute(1, 2, 3, 0)
+        weights = _weights(scores, _grouped(lse[rows], groups).permute(1, 2, 3, 0))
         grad_weights = torch.einsum("sbgnd,tbgd->bgnst", own_grad, wide_v)
         dropped = masks.draw(weights)
         kept = weights if dropped is None else weights * dropped
@@ -142,7 +143,7 @@ def _math_backward(
         grad_v += torch.einsum("bgnst,sbgnd->tbgd", kept, own_grad)
         grad_scores = weights * (grad_weights - delta[..., None]) * scale
         grads_q.append(torch.einsum("bgnst,tbgd->sbgnd", grad_scores, wide_k).flatten(2, 3))
-        grad_k += torch.einsum("bgnst,sbgnd->tbgd", grad_scores, _wide(q[rows]).unflatten(2, (groups, -1)))
+        grad_k += torch.einsum("bgnst,sbgnd->tbgd", grad_scores, _grouped(_wide(q[rows]), groups))
     return torch.cat(grads_q), grad_k, grad_v
 
 
@@ -153,7 +154,7 @@ def _score_blocks(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[slice, Ten
     step = max(1, min(q.shape[0], _MAX_SCORES // per_query))
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
-        own = _wide(q[rows]).unflatten(2, (groups, -1))
+        own = _grouped(_wide(q[rows]), groups)
         scores = torch.einsum("sbgnd,tbgd->bgnst", own, wide_k) / sqrt(q.shape[-1])
         yield rows, scores if mask is None else scores.masked_fill(~mask[:, None, None, rows], float("-inf"))
 
@@ -161,6 +162,11 @@ def _score_blocks(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[slice, Ten
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """``exp(scores - lse)``, 0 for a query that sees no key."""
     return (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
+
+
+def _grouped(tensor: Tensor, groups: int) -> Tensor:
+    """``[n, B, h, ...] -> [n, B, groups, h / groups, ...]``."""
+    return tensor.reshape(*tensor.shape[:2], groups, -1, *tensor.shape[3:])
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -281,4 +287,4 @@ def _cudnn_backward(
         dropout,
         tile.form == "causal",
     )
-    return tuple(tensor.permute(2, 0, 1, 3) for tensor in grads)  # type: ignore[return-value]
+    return tuple(tensor.permute(2, 0, 1, 3) for tensor in grads)

@@ -46,12 +46,12 @@ def _all_to_all(parts: Tensor, axis: Axis) -> Tensor:
 
 
 def _heads_to_tokens(tensor: Tensor, axis: Axis) -> Tensor:
-    parts = _all_to_all(tensor.unflatten(2, (axis.size, -1)).permute(2, 0, 1, 3, 4), axis)
+    parts = _all_to_all(tensor.reshape(*tensor.shape[:2], axis.size, -1, tensor.shape[3]).permute(2, 0, 1, 3, 4), axis)
     return parts.flatten(0, 1)
 
 
 def _tokens_to_heads(tensor: Tensor, axis: Axis) -> Tensor:
-    parts = _all_to_all(tensor.unflatten(0, (axis.size, -1)), axis)
+    parts = _all_to_all(tensor.reshape(axis.size, -1, *tensor.shape[1:]), axis)
     return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 

@@ -119,6 +119,23 @@ class SequenceLayout:
         return {}
 
 
+def end_borders(cu_seqlens: Tensor, num_rows: int, length: int) -> Tensor:
+    """``cu_seqlens`` as a layout takes it: int64 ``[B, n + 1]``, the last border at S.
+
+    What comes after the last given border is a document of its own.
+
+    Raises:
+        ValueError: the shape does not fit the rows.
+    """
+    borders = cu_seqlens[None] if cu_seqlens.dim() == 1 and num_rows == 1 else cu_seqlens
+    if borders.dim() != 2 or borders.shape[0] != num_rows:
+        raise ValueError(
+            f"cu_seqlens have shape {tuple(cu_seqlens.shape)} for {num_rows} rows of {length} tokens; give the borders of "
+            f"each row, [B, n + 1] from 0 to S, repeating S where a row has fewer documents."
+        )
+    return torch.nn.functional.pad(borders.long(), (0, 1), value=length)
+
+
 def scaled(borders: Tensor, length: int, numerator: int, denominator: int) -> tuple[Tensor, Tensor]:
     """For rows whose documents are all ``numerator / denominator`` as long: each token's document, and its offset there."""
     small = borders * numerator // denominator

@@ -40,13 +40,13 @@ class PositionEmbedding(nn.Module):
         sharding = replicated(shape, partial=mesh.sequence_parallel, init=init or Init())
         self.weight = make_parameter(shape, sharding, device=device, dtype=dtype)
 
-    def forward(self, padded_len: int) -> Tensor:
-        """Vectors of positions ``0 .. padded_len - 1``, ``[S/tp, 1, H]`` or ``[S, 1, H]``.
+    def forward(self, positions: Tensor) -> Tensor:
+        """Vectors of positions ``[1 or B, S]``: ``[S/tp, 1 or B, H]`` under sequence parallelism, else ``[S, 1 or B, H]``.
 
         Positions past the table are padding, whose states reach no output; they take the last vector.
         """
-        positions = torch.arange(padded_len, device=self.weight.device).clamp_(max=self.weight.shape[0] - 1)
-        return F.embedding(own_part(positions, self._axis), self.weight)[:, None]
+        inside = positions.clamp(max=self.weight.shape[0] - 1).t()
+        return F.embedding(own_part(inside, self._axis), self.weight)
 
     def extra_repr(self) -> str:
         """Shown by ``print(model)``."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from lightning_megatron.context_parallel.attention import check_exchanged_heads
 from lightning_megatron.layers.attention import check_heads
 from lightning_megatron.layers.mlp import check_ffn
 from lightning_megatron.layers.rope import RopeScaling
@@ -37,6 +38,8 @@ class GPTConfig:
         tied_embeddings: the head uses the embedding's weight.
         hidden_dropout: dropout of embeddings and of each block's output.
         attention_dropout: dropout of attention weights.
+        causal: a token attends to itself and those before it; otherwise to all of its document.
+        sliding_window: a token attends only to those fewer than this many tokens away, itself included.
         qk_norm: normalise queries and keys, a head at a time, before the rotation.
         label_smoothing: share of the target spread over the vocabulary.
         z_loss: weight of the squared log-sum-exp in the loss.
@@ -67,6 +70,8 @@ class GPTConfig:
     tied_embeddings: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    causal: bool = True
+    sliding_window: int | None = None
     qk_norm: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -88,7 +93,7 @@ class GPTConfig:
     def _check_sizes(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len", "vocab_multiple"):
             _check_size(name, getattr(self, name))
-        for name in ("num_kv_heads", "ffn_hidden_size", "head_dim"):
+        for name in ("num_kv_heads", "ffn_hidden_size", "head_dim", "sliding_window"):
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name))
 
@@ -145,8 +150,8 @@ class GPTConfig:
         """Refuse a layout that the model cannot be cut to. Pure: no process group is needed.
 
         Raises:
-            ValueError: tp does not divide heads or feed-forward width, there are fewer layers than pipeline stages, or
-                cp > 1; with the numbers, the rule and the fix.
+            ValueError: tp does not divide heads or feed-forward width, cp ranks that exchange heads do not divide those, or
+                there are fewer layers than pipeline stages; with the numbers, the rule and the fix.
         """
         check_heads(self.num_heads, self.kv_heads, parallelism.tp)
         check_ffn(self.ffn_size, parallelism.tp)
@@ -158,11 +163,9 @@ class GPTConfig:
                 f"{parallelism.num_stages} pipeline stages, and each needs a layer; lower pp or vpp, or add layers; a "
                 f"pipeline_layout may have zeros."
             )
-        if parallelism.cp > 1:
-            raise ValueError(
-                f"cp={parallelism.cp}: GPT does not cut its sequences over context-parallel ranks yet; set cp=1 and give "
-                f"the ranks to tp (activations are cut along the sequence there as well) or dp."
-            )
+        if parallelism.num_exchanging > 1:
+            kv_heads = max(1, self.kv_heads // parallelism.tp)
+            check_exchanged_heads(self.num_heads // parallelism.tp, kv_heads, parallelism.num_exchanging)
 
     def num_parameters(self) -> int:
         """Parameters of the whole model: vocabulary padding not counted, a tied weight counted once."""

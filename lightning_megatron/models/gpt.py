@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatron.context_parallel.layout import SequenceLayout, document_of, end_borders
+from lightning_megatron.context_parallel.tiles import Pattern
 from lightning_megatron.initialize import materialize
 from lightning_megatron.layers.attention import Attention, qkv_parts
 from lightning_megatron.layers.autocast import without_autocast
@@ -16,7 +18,7 @@ from lightning_megatron.layers.backend import Backend, NormSpec
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.mlp import MLP, GatedMLP, gate_up_parts
 from lightning_megatron.layers.position import PositionEmbedding
-from lightning_megatron.layers.rope import Rope
+from lightning_megatron.layers.rope import Rope, RopeTables
 from lightning_megatron.layers.sequence import SequenceContext, sequence_axis
 from lightning_megatron.layers.torch_backend import TorchBackend
 from lightning_megatron.layers.transformer import TransformerLayer
@@ -36,7 +38,8 @@ class GPT(PipelineModel):
     ``model(tokens)`` returns logits ``[B, S, V]``. ``model(tokens, labels=labels)`` returns the loss of each token,
     ``[B, S]`` (fp32), without ever holding the full logits; it is 0 where the label is -100. Labels are given *shifted*:
     ``labels[:, t]`` is what position t should predict (``shift_labels`` makes them from tokens). Any S from 1 to
-    ``max_seq_len`` works.
+    ``max_seq_len`` works. Rows that hold several documents come with ``cu_seqlens``: attention, and positions, then stay
+    inside each document.
 
     The layout is that of the ambient mesh (``current_mesh()``), read here and nowhere below. Inside a strategy's
     ``configure_model`` the parameters are made on the meta device and the strategy gives them values; elsewhere they get
@@ -80,32 +83,79 @@ class GPT(PipelineModel):
         if not inside_strategy():
             materialize(self, device=mesh.device, seed=torch.initial_seed() if seed is None else seed)
 
-    def context(self, tokens: Tensor) -> tuple[SequenceContext]:
-        """What layers need besides the hidden state, from tokens ``[B, S]``: lengths and rotary tables.
+    def context(
+        self,
+        tokens: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        sequence_layout: SequenceLayout | None = None,
+    ) -> tuple[SequenceContext]:
+        """What layers need besides the hidden state, from tokens ``[B, S]``: lengths, documents and rotary tables.
+
+        Args:
+            tokens: whole rows; with a ``sequence_layout`` that cuts them, this rank's part.
+            cu_seqlens: borders of the documents in each row, ``[B, n + 1]`` (or ``[n + 1]`` of a single row), from 0 to S.
+            max_seqlen: length of the longest document, or an upper bound: saves time.
+            sequence_layout: how rows lie over context-parallel ranks; a strategy gives it, documents included.
 
         Raises:
-            ValueError: tokens are not ``[B, S]``, or S exceeds ``max_seq_len``.
+            ValueError: tokens are not ``[B, S]``, are not what the layout says, or S exceeds ``max_seq_len``.
         """
+        layout = self._layout(tokens, cu_seqlens, max_seqlen, sequence_layout)
+        seq_len = tokens.shape[1]
+        padded_len = seq_len + -seq_len % self._sequence_axis.size
+        tables = None if self._rope is None else self._tables(self._rope, self._positions(tokens, layout))
+        pattern = Pattern(self.config.causal, self.config.sliding_window)
+        return (SequenceContext(seq_len, padded_len, tables, layout, pattern),)
+
+    def _layout(
+        self, tokens: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, given: SequenceLayout | None
+    ) -> SequenceLayout:
         if tokens.dim() != 2:
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}; GPT takes [B, S].")
-        seq_len = tokens.shape[1]
-        if not 1 <= seq_len <= self.config.max_seq_len:
+        num_rows, seq_len = tokens.shape
+        if given is None:
+            borders = None if cu_seqlens is None else end_borders(cu_seqlens, num_rows, seq_len)
+            given = SequenceLayout(seq_len, seq_len, cu_seqlens=borders, max_document=max_seqlen)
+        if seq_len != given.local_length:
             raise ValueError(
-                f"sequences of {seq_len} tokens do not fit 1 <= S <= max_seq_len={self.config.max_seq_len}; cut them, or raise "
+                f"{self._mesh.coordinate} tokens have {seq_len} positions, but this rank's part of the batch has "
+                f"{given.local_length} (S={given.length} cut over cp={given.size}). A step under context parallelism must give "
+                f"the model the tokens as they are in the batch; shift labels in the dataset, the collate function or "
+                f"shard_batch, before the cut."
+            )
+        longest = given.num_real if given.cu_seqlens is None else given.max_document or 1
+        if not 1 <= longest <= self.config.max_seq_len:
+            raise ValueError(
+                f"sequences of {longest} tokens do not fit 1 <= S <= max_seq_len={self.config.max_seq_len}; cut them, or raise "
                 f"max_seq_len in the config."
             )
-        padded_len = seq_len + -seq_len % self._sequence_axis.size
-        tables = self._rope.tables(torch.arange(padded_len, device=tokens.device)) if self._rope is not None else None
-        return (SequenceContext(seq_len, padded_len, tables),)
+        return given
+
+    def _positions(self, tokens: Tensor, layout: SequenceLayout) -> Tensor:
+        """Positions of the tokens in their documents, padded as hidden states are: ``[1 or B, padded_len]``."""
+        positions = layout.positions(layout.own_index(tokens.device))
+        return F.pad(positions, (0, -tokens.shape[1] % self._sequence_axis.size))
+
+    @staticmethod
+    def _tables(rope: Rope, positions: Tensor) -> RopeTables:
+        """``[1 or B, S] -> [S, 1 or B, 1, head_dim]``."""
+        flat = rope.tables(positions.t().flatten())
+        shape = (positions.shape[1], positions.shape[0], 1, -1)
+        return RopeTables(flat.cos.view(shape), flat.sin.view(shape))
 
     @without_autocast
-    def first(self, tokens: Tensor) -> Tensor:
+    def first(
+        self, tokens: Tensor, *, cu_seqlens: Tensor | None = None, sequence_layout: SequenceLayout | None = None
+    ) -> Tensor:
         """Embed: ``[B, S] -> [S/tp, B, H]`` under sequence parallelism (S padded to a multiple of tp), else ``[S, B, H]``."""
         # Padding stands at the end, where causal attention lets no real token see it.
         padded = F.pad(tokens, (0, -tokens.shape[1] % self._sequence_axis.size))
         hidden: Tensor = self.embedding(padded)
         if self.position_embedding is not None:
-            hidden = hidden + self.position_embedding(padded.shape[1])
+            layout = self._layout(tokens, cu_seqlens, None, sequence_layout)
+            hidden = hidden + self.position_embedding(self._positions(tokens, layout))
         dropped: Tensor = self.embedding_dropout(hidden)
         return dropped
 
@@ -139,9 +189,18 @@ class GPT(PipelineModel):
         return losses.t()[:, : context.seq_len]
 
 
-def shift_labels(tokens: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Next-token labels, ``[B, S] -> [B, S]``: position t gets token t + 1, the last position ``ignore_index``."""
-    return F.pad(tokens[:, 1:], (0, 1), value=ignore_index)
+def shift_labels(tokens: Tensor, ignore_index: int = IGNORE_INDEX, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Next-token labels, ``[B, S] -> [B, S]``: position t gets token t + 1, the last position ``ignore_index``.
+
+    With ``cu_seqlens`` (see ``GPT.context``) the last position of each document gets it too.
+    """
+    labels = F.pad(tokens[:, 1:], (0, 1), value=ignore_index)
+    if cu_seqlens is None:
+        return labels
+    borders = end_borders(cu_seqlens, *tokens.shape)
+    document = document_of(borders, torch.arange(tokens.shape[1], device=tokens.device)[None])
+    is_last = F.pad(document[:, 1:] != document[:, :-1], (0, 1), value=True)
+    return labels.masked_fill(is_last, ignore_index)
 
 
 @dataclass(frozen=True)

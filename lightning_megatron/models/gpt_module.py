@@ -26,7 +26,9 @@ class GPTModule(LightningModule):
 
     A batch is tokens ``[B, S]`` (int64), or a dict with ``tokens`` and, optionally, ``labels`` ``[B, S]`` that are already
     shifted: ``labels[:, t]`` is what position t should predict, -100 where it does not count. Without labels each
-    position predicts the next token. Losses are means over the tokens that count.
+    position predicts the next token. Losses are means over the tokens that count. A dict may also have ``cu_seqlens``
+    ``[B, n + 1]``, the borders of several documents in a row, and ``max_seqlen``, the longest: attention, positions and
+    labels then stay inside each document.
 
     Args:
         config: the model: a ``GPTConfig``, its fields as a dict, or the name of a preset (``"llama3_2_1b"``).
@@ -98,7 +100,11 @@ class GPTModule(LightningModule):
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The most likely next token at each position, ``[B, S]``."""
-        return self._built()(_tokens(batch)).argmax(dim=-1)
+        return self._built()(_tokens(batch), **_packing(batch)).argmax(dim=-1)
+
+    def shard_batch(self, batch: Batch, cut: Callable[[Batch], Batch]) -> Batch:
+        """Cut a batch over context-parallel ranks; labels are made first, since a rank does not see the next token."""
+        return cut({"tokens": _tokens(batch), **(batch if isinstance(batch, Mapping) else {}), "labels": _labels(batch)})
 
     def _evaluated(self, batch: Batch, name: str) -> dict[str, Tensor]:
         output = self._loss(batch)
@@ -106,10 +112,8 @@ class GPTModule(LightningModule):
         return output
 
     def _loss(self, batch: Batch) -> dict[str, Tensor]:
-        tokens = _tokens(batch)
-        given = batch.get("labels") if isinstance(batch, Mapping) else None
-        labels = shift_labels(tokens) if given is None else given
-        losses = self._built()(tokens, labels=labels)
+        labels = _labels(batch)
+        losses = self._built()(_tokens(batch), labels=labels, **_packing(batch))
         num_tokens = (labels != IGNORE_INDEX).sum()
         return {"loss": losses.sum() / num_tokens.clamp(min=1), "num_tokens": num_tokens}
 
@@ -181,6 +185,17 @@ def _resolved(config: GPTConfig | str | dict[str, Any], overrides: dict[str, Any
 
 def _tokens(batch: Batch) -> Tensor:
     return batch["tokens"] if isinstance(batch, Mapping) else batch
+
+
+def _labels(batch: Batch) -> Tensor:
+    given = batch.get("labels") if isinstance(batch, Mapping) else None
+    return given if given is not None else shift_labels(_tokens(batch), cu_seqlens=_packing(batch).get("cu_seqlens"))
+
+
+def _packing(batch: Batch) -> dict[str, Any]:
+    if not isinstance(batch, Mapping):
+        return {}
+    return {name: batch[name] for name in ("cu_seqlens", "max_seqlen") if batch.get(name) is not None}
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -66,13 +66,15 @@ class PipelineModel(nn.Module):
     first_cost: float = 0.0
     last_cost: float = 0.0
     _stage_runner: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
+    _step_named: Mapping[str, Any] = MappingProxyType({})  # keyword arguments that a strategy adds to calls in a step
 
-    def context(self, *inputs: Any) -> tuple[Any, ...]:
+    def context(self, *inputs: Any, **named: Any) -> tuple[Any, ...]:
         """What layers and ``last`` get besides the hidden state. Runs on every stage."""
         return inputs[1:]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model; under a strategy with ``pp > 1``, run this rank's stage of it."""
+        named = {**named, **self._step_named}
         if self._stage_runner is not None:
             return self._stage_runner(inputs, named)
         whole = StagePart(0, 1, tuple(range(len(self.layers))))

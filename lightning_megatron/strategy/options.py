@@ -38,7 +38,7 @@ def check_options(
     Raises:
         ValueError: with the numbers, the rule and the fix.
     """
-    for name, capability in (("cp", "context parallelism"), ("ep", "expert parallelism"), ("etp", "expert tensor parallelism")):
+    for name, capability in (("ep", "expert parallelism"), ("etp", "expert tensor parallelism")):
         if (size := getattr(parallelism, name)) != 1:
             raise ValueError(f"{name}={size}: {capability} is not there yet in this version; set {name}=1.")
     if isinstance(schedule, str) and schedule not in SCHEDULES:
@@ -205,10 +205,10 @@ def _check_built_model(module: LightningModule, parallelism: Parallelism) -> Non
         require_pipeline_model(module, parallelism)
     for name, child in module.named_modules():
         mesh = getattr(child, "mesh", None)
-        if isinstance(mesh, Mesh) and mesh.parallelism.tp != parallelism.tp:
+        if isinstance(mesh, Mesh) and (mesh.parallelism.tp, mesh.parallelism.cp) != (parallelism.tp, parallelism.cp):
             raise ValueError(
                 f"self.{name} ({type(child).__name__}) was built outside of configure_model, so it is not cut over the "
-                f"tp={parallelism.tp} ranks. Build it in LightningModule.configure_model."
+                f"tp={parallelism.tp} * cp={parallelism.cp} ranks. Build it in LightningModule.configure_model."
             )
 
 

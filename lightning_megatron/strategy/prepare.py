@@ -125,10 +125,10 @@ def _check_built_under(module: nn.Module, mesh: Mesh) -> None:
     """A model of ours that was built before the strategy set the mesh holds whole matrices, not shards."""
     for name, child in module.named_modules():
         built_with = getattr(child, "mesh", None)
-        if isinstance(built_with, Mesh) and built_with is not mesh and mesh.tp.size > 1:
+        if isinstance(built_with, Mesh) and built_with is not mesh and mesh.tp.size * mesh.cp.size > 1:
             raise ValueError(
                 f"self.{name} ({type(child).__name__}) was built outside of configure_model, so it is not cut over the "
-                f"tp={mesh.tp.size} ranks. Build it in LightningModule.configure_model."
+                f"tp={mesh.tp.size} * cp={mesh.cp.size} ranks. Build it in LightningModule.configure_model."
             )
 
 

@@ -22,11 +22,12 @@ from typing_extensions import override
 from lightning_megatron.mesh import DEFAULT_TIMEOUT, use_mesh
 from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizerConfig
-from lightning_megatron.parallelism import DEFAULT_ORDER, Parallelism
+from lightning_megatron.parallelism import DEFAULT_ORDER, ContextComm, Parallelism
 from lightning_megatron.pipeline.choice import Maker, frozen, style_for
 from lightning_megatron.pipeline.partition import parse_layout
 from lightning_megatron.pipeline.schedule import Action
 from lightning_megatron.precision import MegatronPrecision
+from lightning_megatron.sequence_batch import ShardBatch
 from lightning_megatron.step import TrainingEngine
 from lightning_megatron.strategy.full_state import full_state_dict
 from lightning_megatron.strategy.loaders import (
@@ -43,19 +44,24 @@ from lightning_megatron.strategy.steps import SteppingStrategy
 
 
 class MegatronStrategy(SteppingStrategy):
-    """Train a LightningModule under tensor, sequence, pipeline and ZeRO-1 data parallelism.
+    """Train a LightningModule under tensor, sequence, context, pipeline and ZeRO-1 data parallelism.
 
     What is left of the world after ``tp * cp * pp`` are data-parallel replicas.
 
     Args:
         tp: ranks over which each weight matrix of a tensor-parallel model is cut.
         pp: ranks over which the layers are cut; the module's model must then be a ``PipelineModel``.
-        cp: ranks over which each sequence is cut. Only 1 in this version.
+        cp: ranks over which each sequence is cut: attention over long contexts, see docs/context-parallelism.md.
         vpp: pipeline stages on each rank; 2 and more run the interleaved schedule.
         ep: ranks over which experts are spread. Only 1 in this version.
         etp: ranks over which one expert's matrices are cut. Only 1 in this version.
         micro_batch_size: samples in a micro-batch. By default 1 with ``pp > 1`` and the whole batch otherwise.
         num_microbatches: micro-batches in a batch, instead of their size.
+        cp_comm: how attention reaches over the cuts: ``p2p`` (ring), ``all_gather``, ``a2a`` (heads against tokens) or
+            ``a2a+p2p`` (that among ``cp_a2a`` neighbouring ranks, a ring across).
+        cp_a2a: see ``cp_comm``.
+        shard_batch: ``(batch, cut) -> batch``, cuts a micro-batch over cp: see ``sequence_batch.SequenceCut``. A module's
+            method of this name does the same. By default every tensor whose dim 1 is the sequence length is cut.
         sequence_parallel: cut activations between tensor-parallel blocks along the sequence (with ``tp > 1``).
         schedule: ``1f1b``, ``interleaved`` (``vpp > 1``), ``gpipe``, ``zbh1``, ``zbv`` (``vpp=2``), or ``auto``, which says
             on rank 0 what it picked and why (pipeline/choice.py); a function ``(rank, placement, num_microbatches) ->
@@ -93,6 +99,9 @@ class MegatronStrategy(SteppingStrategy):
         *,
         micro_batch_size: int | None = None,
         num_microbatches: int | None = None,
+        cp_comm: ContextComm = "p2p",
+        cp_a2a: int | None = None,
+        shard_batch: ShardBatch | None = None,
         sequence_parallel: bool = True,
         schedule: Literal["auto", "1f1b", "interleaved", "gpipe", "zbh1", "zbv"] | Maker | list[list[Action]] = "auto",
         pipeline_layout: list[int] | str | None = None,
@@ -122,6 +131,8 @@ class MegatronStrategy(SteppingStrategy):
             order=order,
             pipeline_layout=parse_layout(pipeline_layout),
             placement=style_for(self._schedule, pp, vpp, num_microbatches),
+            cp_comm=cp_comm,
+            cp_a2a=cp_a2a,
         )
         numbers = {"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches}
         check_options(parallelism, schedule=self._schedule, **numbers)
@@ -137,6 +148,7 @@ class MegatronStrategy(SteppingStrategy):
         whole = num_microbatches is not None or pp == 1
         self._micro_batch_size = micro_batch_size if micro_batch_size is not None or whole else 1
         self._num_microbatches = num_microbatches
+        self._shard_batch = shard_batch
         self._optimizer_config = optimizer or DistributedOptimizerConfig()
         self._own_sampler: bool | None = None
 
@@ -244,6 +256,7 @@ class MegatronStrategy(SteppingStrategy):
             schedule=self._schedule,
             micro_batch_size=self._micro_batch_size,
             num_microbatches=self._num_microbatches,
+            shard_batch=self._shard_batch,
         )
         self._seed = seed
 
@@ -257,6 +270,8 @@ class MegatronStrategy(SteppingStrategy):
             seed_workers_by_replica(dataloader, self.mesh)
             if trainer.training:
                 self._check_num_microbatches(dataloader)
+        if trainer.training:
+            dataloader = with_position(dataloader, trainer, mesh=self.mesh, seed=self._seed)
         return same_num_batches(dataloader, trainer, mesh=self.mesh)
 
     def _check_num_microbatches(self, loader: DataLoader[Any]) -> None:
@@ -284,8 +299,6 @@ class MegatronStrategy(SteppingStrategy):
 
 
 def _job_seed() -> int:
-        if trainer.training:
-            dataloader = with_position(dataloader, trainer, mesh=self.mesh, seed=self._seed)
     """The seed of ``seed_everything``, or what torch's generator was seeded with."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     return int(seed) if seed is not None else torch.initial_seed()

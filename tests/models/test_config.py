@@ -87,7 +87,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_number(change: dict[str, Any
         ({"tp": 3}, r"num_heads=8 does not divide by tp=3.*divisors of 8"),
         ({"tp": 8}, r"num_kv_heads=6 and tp=8: one must divide the other.*divisors or the multiples of 6"),
         ({"pp": 2, "vpp": 2}, r"num_layers=2 is less than the pp\(2\) \* vpp\(2\) = 4"),
-        ({"cp": 2}, r"cp=2"),
+        ({"cp": 3, "cp_comm": "a2a"}, r"query heads .* 3 context-parallel ranks"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_the_numbers_the_rule_and_the_fix(

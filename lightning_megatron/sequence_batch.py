@@ -1,0 +1,227 @@
+"""Cut the sequences of a batch over context-parallel ranks, before the user's step sees it, and put outputs together again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_megatron.comm import all_gather
+from lightning_megatron.context_parallel.layout import SequenceLayout, end_borders
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.micro_batch import MicroBatches, leaves, open_container
+from lightning_megatron.pipeline.model import PipelineModel
+
+PACKING = ("cu_seqlens", "max_seqlen")
+"""Entries of a batch that describe its documents; they stay as they are."""
+_IGNORED_LABEL = -100
+
+ShardBatch = Callable[[Any, "SequenceCut"], Any]
+
+
+class SequenceCut:
+    """Cuts one micro-batch; what ``shard_batch(batch, cut)`` is given. Call it: ``cut(batch)`` is the default rule.
+
+    Args:
+        size, rank: ranks that share a sequence, and which of them this is.
+        multiple: what the length of a sequence must be a multiple of: ``2 * cp``, times tp under sequence parallelism.
+        checks: look at documents on a device too, which waits for it.
+
+    Attributes:
+        layout: how the sequences lie, once the cut has been called.
+    """
+
+    def __init__(self, size: int, rank: int, *, multiple: int, checks: bool = True) -> None:
+        self.size, self.rank, self.multiple, self._checks = size, rank, multiple, checks
+        self.layout: SequenceLayout | None = None
+
+    def __call__(self, batch: Any, *, length: int | None = None, padding: Mapping[str, float] | None = None) -> Any:
+        """This rank's part of a batch: every tensor ``[B, S, ...]`` becomes ``[B, S/cp, ...]``; the rest stays.
+
+        With ``cu_seqlens`` in the batch (``[B, n + 1]``, or ``[n + 1]`` of a single row) each document is cut on its own.
+        A length that does not divide is padded at the end: labels and targets by -100, tokens, positions and masks by 0.
+
+        Args:
+            batch: tensors in any nest of dicts, lists, tuples and dataclasses.
+            length: S; by default dim 1 of ``tokens`` or ``input_ids``, or of the first tensor that has one.
+            padding: what to pad other tensors by, by their names in the batch.
+
+        Raises:
+            ValueError: no tensor has a sequence dim; a length needs padding, and it is not known by what; documents do not
+                divide.
+        """
+        length = sequence_length(batch) if length is None else length
+        padded = length + -length % self.multiple if self.size > 1 else length
+        self.layout = SequenceLayout(padded, length, self.size, self.rank, *self._documents(batch, padded))
+        if self.size == 1:
+            return batch
+        return self._cut(batch, length, dict(padding or {}), name=None)
+
+    def tensor(self, tensor: Tensor, *, padding: float = 0) -> Tensor:
+        """This rank's part of one tensor: ``[B, S, ...] -> [B, S/cp, ...]``. After the cut of the batch.
+
+        Raises:
+            RuntimeError: the batch has not been cut.
+        """
+        if self.layout is None:
+            raise RuntimeError("cut.tensor(...) was called before cut(batch), which finds out how the sequences lie.")
+        missing = self.layout.length - tensor.shape[1]
+        if missing:
+            tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing), value=padding)
+        index = self.layout.own_index(tensor.device)
+        if index.shape[0] == 1:
+            return tensor.index_select(1, index[0])
+        return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], index]
+
+    def _documents(self, batch: Any, padded: int) -> tuple[Tensor | None, int | None]:
+        borders = batch.get("cu_seqlens") if isinstance(batch, Mapping) else None
+        if borders is None:
+            return None, None
+        num_rows = next(leaf.shape[0] for leaf in _named(batch) if leaf is not borders and leaf.dim() > 1)
+        borders = end_borders(borders, num_rows, padded)
+        if self.size > 1 and (borders.device.type == "cpu" or self._checks):
+            self._check(borders)
+        longest = batch.get("max_seqlen")
+        return borders, None if longest is None else int(longest)
+
+    def _check(self, borders: Tensor) -> None:
+        sizes = borders.diff(dim=1)
+        wrong = sizes[sizes % (2 * self.size) != 0]
+        if len(wrong):
+            raise ValueError(
+                f"a packed document has {int(wrong[0])} tokens, which do not divide by 2 * cp({self.size}) = {2 * self.size}: "
+                f"each document is cut into that many chunks. Pad each to a multiple of {2 * self.size}: "
+                f"lightning_megatron.data.PackingCollator(..., multiple_of={2 * self.size}) does."
+            )
+
+    def _cut(self, node: Any, length: int, padding: dict[str, float], *, name: str | None) -> Any:
+        if isinstance(node, Tensor):
+            if name in PACKING or node.dim() < 2 or node.shape[1] != length:
+                return node
+            return self.tensor(node, padding=self._padding(name, length, padding))
+        opened = open_container(node)
+        if opened is None:
+            return node
+        names = _names(node, len(opened.children))
+        return opened.rebuild([self._cut(c, length, padding, name=n) for n, c in zip(names, opened.children, strict=True)])
+
+    def _padding(self, name: str | None, length: int, padding: dict[str, float]) -> float:
+        assert self.layout is not None
+        if self.layout.length == length:
+            return 0
+        if name in padding:
+            return padding[name]
+        known = (name or "").lower()
+        if "label" in known or "target" in known:
+            return _IGNORED_LABEL
+        if any(part in known for part in ("token", "input_ids", "mask", "position")):
+            return 0
+        what = "a tensor without a name" if name is None else repr(name)
+        raise ValueError(
+            f"sequences of {length} tokens do not divide by {self.multiple} (2 * cp({self.size}), times tp under sequence "
+            f"parallelism), and by what {what} is to be padded to {self.layout.length} is not known: pad in the collate "
+            f"function, or return cut(batch, padding={{name: value}}) from shard_batch(batch, cut)."
+        )
+
+
+class SequenceCutter:
+    """Cuts the micro-batches of a step and tells the models how their sequences lie.
+
+    Args:
+        module: the LightningModule; its method ``shard_batch(batch, cut)``, if it has one, cuts.
+        mesh: the job's axes.
+        shard_batch: a function that does so instead; by default ``cut(batch)``.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, shard_batch: ShardBatch | None = None) -> None:
+        own = getattr(module, "shard_batch", None)
+        self._shard: ShardBatch = shard_batch or own or (lambda batch, cut: cut(batch))
+        self._module, self._mesh = module, mesh
+        self._multiple = 2 * mesh.cp.size * (mesh.tp.size if mesh.sequence_parallel else 1)
+        self._has_checked = False
+
+    def __call__(self, batch: MicroBatches) -> tuple[MicroBatches, list[SequenceLayout | None]]:
+        """Cut each micro-batch; with how its sequences lie, ``None`` where they are whole and hold one document each."""
+        layouts: list[SequenceLayout | None] = []
+        parts = []
+        for part in batch:
+            packed = isinstance(part, Mapping) and "cu_seqlens" in part
+            cut = SequenceCut(self._mesh.cp.size, self._mesh.cp.rank, multiple=self._multiple, checks=not self._has_checked)
+            if self._mesh.cp.size > 1:
+                part = self._shard(part, cut)
+                if cut.layout is None:
+                    raise RuntimeError("shard_batch(batch, cut) did not call cut(...), which says how the sequences lie.")
+            elif packed:
+                part = cut(part)
+            parts.append(part)
+            layouts.append(cut.layout)
+        self._has_checked = True
+        return MicroBatches(parts, batch.sizes), layouts
+
+    @contextmanager
+    def telling(self, layout: SequenceLayout | None) -> Iterator[None]:
+        """Models that are called inside the block get ``sequence_layout=layout`` if they take it."""
+        models = [] if layout is None else [child for child in self._module.modules() if isinstance(child, PipelineModel)]
+        for model in models:
+            model._step_named = {"sequence_layout": layout}
+        try:
+            yield
+        finally:
+            for model in models:
+                del model._step_named
+
+
+def joined(output: Any, layout: SequenceLayout | None, axis: Axis) -> Any:
+    """Per-token outputs of all ranks in order, without padding: ``[B, S/cp, ...] -> [B, S, ...]``; the rest stays."""
+    if layout is None or layout.size == 1:
+        return output
+
+    def whole(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2 or tensor.shape[1] != layout.local_length:
+            return tensor
+        gathered = all_gather(tensor, axis, dim=1)
+        index = layout.gathered(layout.size, tensor.device)
+        rows = torch.arange(len(tensor), device=tensor.device)[:, None]
+        return gathered[rows, index][:, : layout.num_real]
+
+    return tree_map_only(Tensor, whole, output)
+
+
+def sequence_length(batch: Any) -> int:
+    """S of a batch: dim 1 of ``tokens`` or ``input_ids``, or of the first tensor that has one.
+
+    Raises:
+        ValueError: no tensor has one.
+    """
+    named = [batch[name] for name in ("tokens", "input_ids") if isinstance(batch, Mapping) and name in batch]
+    for leaf in (*named, *_named(batch)):
+        if isinstance(leaf, Tensor) and leaf.dim() > 1:
+            return int(leaf.shape[1])
+    raise ValueError(
+        f"a batch of type {type(batch).__name__} holds no tensor [B, S, ...], so it cannot be cut over context-parallel "
+        f"ranks; give one, or cut the batch in shard_batch(batch, cut) with cut(batch, length=S)."
+    )
+
+
+def _named(batch: Any) -> Iterator[Tensor]:
+    """Tensors of a batch, those apart that describe its documents."""
+    packing = [batch[name] for name in PACKING if name in batch] if isinstance(batch, Mapping) else []
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor) and not any(leaf is other for other in packing):
+            yield leaf
+
+
+def _names(node: Any, number: int) -> list[str | None]:
+    """Names of a container's children: keys and fields; nothing for places in a list."""
+    if isinstance(node, Mapping):
+        return [str(key) for key in node]
+    if dataclasses.is_dataclass(node):
+        return [field.name for field in dataclasses.fields(node)]
+    fields = getattr(node, "_fields", None)
+    return list(fields) if fields is not None else [None] * number
