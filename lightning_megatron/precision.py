@@ -15,12 +15,15 @@ from lightning.pytorch.plugins.precision import (
     HalfPrecision,
     MixedPrecision,
     Precision,
+    TransformerEnginePrecision,
 )
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron.layers.te_backend import Fp8Options, Scales
+from lightning_megatron.layers.te_backend.options import Recipe
 from lightning_megatron.optim.loss_scale import DynamicLossScale
 
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"]
@@ -68,15 +71,39 @@ class MegatronPrecision(Precision):
     Lightning, a skipped step counts in ``global_step`` and for learning rate schedulers. Lightning turns ``16-mixed`` into
     ``bf16-mixed`` on CPU; give ``MegatronPrecision("16-mixed")`` as the plugin to have it there.
 
+    With ``fp8`` the matrix products of the transformer layers run in 8 bits or fewer on Transformer Engine, the rest in bf16;
+    parameters and the optimizer are as without. See docs/precision.md. ``Trainer(precision="transformer-engine")`` means
+    ``MegatronPrecision("bf16-mixed", fp8="delayed")``.
+
     Args:
         precision: one of the names above.
         loss_scale: how the scale of fp16 moves; by default from 2**16, with hysteresis 2.
+        fp8: how numbers are scaled into 8 bits: ``delayed``, ``current`` (one factor a tensor, from earlier steps or from the
+            tensor itself), ``blockwise``, ``mxfp8``, ``nvfp4``. What the GPU cannot do is refused by name.
+        fp8_head: multiply the vocabulary head in 8 bits as well. Only ``False`` in this version.
+        fp8_attention: attention in 8 bits. Only ``False`` in this version.
+        fp8_params: parameters in 8 bits. Only ``False`` in this version.
+        first_last_layers_bf16: layers at each end of the model that stay in bf16, as one number or two.
+        fp8_history_steps: optimizer steps that ``delayed`` looks back on.
+        fp8_margin: powers of two of headroom that ``delayed`` leaves.
 
     Raises:
-        ValueError: another name, or a loss scale where there is no fp16.
+        ValueError: another name, a loss scale where there is no fp16, FP8 where there is no bf16.
     """
 
-    def __init__(self, precision: PrecisionName = "32-true", *, loss_scale: DynamicLossScale | None = None) -> None:
+    def __init__(
+        self,
+        precision: PrecisionName = "32-true",
+        *,
+        loss_scale: DynamicLossScale | None = None,
+        fp8: Recipe | None = None,
+        fp8_head: bool = False,
+        fp8_attention: bool = False,
+        fp8_params: bool = False,
+        first_last_layers_bf16: int | tuple[int, int] = 0,
+        fp8_history_steps: int = 16,
+        fp8_margin: int = 0,
+    ) -> None:
         if precision not in get_args(PrecisionName):
             raise ValueError(
                 f"precision={precision!r} is not supported by MegatronStrategy yet; "
@@ -88,6 +115,16 @@ class MegatronPrecision(Precision):
             raise ValueError(f"loss_scale=... is for 16-mixed and 16-true; precision={precision!r} needs none.")
         self.scaler = (loss_scale or DynamicLossScale()) if in_fp16 else None
         self.finishers: dict[int, GradientFinisher] = {}
+        refuse_later(fp8_head=fp8_head, fp8_attention=fp8_attention, fp8_params=fp8_params)
+        ends = (first_last_layers_bf16,) * 2 if isinstance(first_last_layers_bf16, int) else first_last_layers_bf16
+        options: dict[str, Any] = {"history_steps": fp8_history_steps, "margin": fp8_margin}
+        options |= {"first_layers_bf16": ends[0], "last_layers_bf16": ends[1]}
+        self.fp8 = None if fp8 is None else Fp8Options(recipe=fp8, **options)
+        """What is multiplied in 8 bits."""
+        if fp8 is not None and self.param_dtype != torch.bfloat16:
+            raise ValueError(f"fp8={fp8!r} goes with bf16-mixed or bf16-true, not with precision={precision!r}.")
+        self._scales: list[Scales] = []
+        self._reduce_max: Callable[[Tensor], Tensor] = lambda numbers: numbers
 
     @classmethod
     def from_lightning(cls, plugin: Precision) -> MegatronPrecision:
@@ -98,6 +135,8 @@ class MegatronPrecision(Precision):
         """
         if isinstance(plugin, MegatronPrecision):
             return plugin
+        if isinstance(plugin, TransformerEnginePrecision):
+            return cls("bf16-mixed", **translated(plugin))
         plain = type(plugin) in (Precision, HalfPrecision, MixedPrecision, DoublePrecision)
         if not plain or plugin.precision not in get_args(PrecisionName):
             raise ValueError(
@@ -194,18 +233,39 @@ class MegatronPrecision(Precision):
             self.scaler.update(overflow=skip)
         if not skip:
             finisher.step(**kwargs)
+        for scales in self._scales:
+            scales.advance(self._reduce_max)
         return result
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, in fp16."""
-        return {} if self.scaler is None else self.scaler.state_dict()
+        """The loss scale, in fp16, and what ``delayed`` FP8 remembers."""
+        state = {} if self.scaler is None else self.scaler.state_dict()
+        memory = [scales.state_dict() for scales in self._scales]
+        return {**state, "fp8": memory} if any(memory) else state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the loss scale of a checkpoint, in fp16."""
-        if self.scaler is not None and state_dict:
-            self.scaler.load_state_dict(state_dict)
+        """Go on with the loss scale of a checkpoint, in fp16, and with what ``delayed`` FP8 remembers."""
+        state = dict(state_dict)
+        memory = state.pop("fp8", [])
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)
+        for scales, saved in zip(self._scales, memory, strict=False):
+            scales.load_state_dict(saved)
+
+    def use_scales(self, scales: list[Scales], reduce_max: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        """The FP8 factors of the model that is trained; they move with the optimizer's steps. All ranks call it alike.
+
+        Args:
+            scales: of the whole model, on every rank.
+            reduce_max: the largest of each element over all ranks.
+            device: where they live.
+        """
+        self._scales, self._reduce_max = scales, reduce_max
+        for one in scales:
+            one.prepare(device)
+            one.weights_changed()
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -232,6 +292,42 @@ def _chosen_scale(plugin: Precision) -> DynamicLossScale | None:
     init_scale, growth_factor, backoff_factor, growth_interval = chosen
     factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
     return DynamicLossScale(init_scale, **factors, growth_interval=growth_interval, hysteresis=1)
+
+
+def refuse_later(**options: bool) -> None:
+    """Refuse options whose capability is yet to come.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"{name}={value!r} is not there yet in this version; leave {name}=False.")
+
+
+def translated(plugin: TransformerEnginePrecision) -> dict[str, Any]:
+    """The arguments that Lightning's Transformer Engine plugin comes down to.
+
+    Raises:
+        ValueError: fp16 weights, a format or options that this strategy does not have.
+    """
+    if plugin.weights_dtype != torch.bfloat16:
+        raise ValueError(
+            f"TransformerEnginePrecision with {plugin.weights_dtype} weights is not supported by MegatronStrategy: FP8 goes "
+            f"with bf16. Use precision='transformer-engine', or MegatronPrecision('bf16-mixed', fp8='delayed')."
+        )
+    recipe: Any = plugin.recipe
+    names = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current", "Float8BlockScaling": "blockwise"}
+    names |= {"MXFP8BlockScaling": "mxfp8", "NVFP4BlockScaling": "nvfp4"}
+    name = names.get(type(recipe).__name__)
+    form = getattr(getattr(recipe, "fp8_format", None), "name", "HYBRID")
+    if name is None or (name in ("delayed", "current") and form != "HYBRID"):
+        raise ValueError(
+            f"TransformerEnginePrecision(recipe={type(recipe).__name__}, fp8_format={form}) has no counterpart in "
+            f"MegatronPrecision(fp8=...): gradients are in e5m2, the rest in e4m3. Use one of {', '.join(names.values())}."
+        )
+    margin = {"fp8_margin": int(recipe.margin)} if name == "delayed" else {}
+    return {"fp8": name, **margin}
 
 
 def _is_metric(module: nn.Module) -> bool:

@@ -37,6 +37,10 @@ class Backend(Protocol):
     backend. Modules may be built on the meta device and materialised later.
     """
 
+    def for_layer(self, index: int, num_layers: int) -> Backend:
+        """What the layer of that index is built of: this backend, unless some layers are to be made otherwise."""
+        ...
+
     def norm(self, size: int, spec: NormSpec, *, partial: bool, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """A norm over the last dim (``size``), same shape out. ``partial``: each tp rank feeds it other tokens or heads."""
         ...
@@ -90,4 +94,8 @@ class Backend(Protocol):
 
     def activation(self, kind: Activation) -> Callable[[Tensor], Tensor]:
         """``swiglu``: ``[.., gate and up, n each] -> [.., n]``; ``gelu`` (tanh approximation): same shape."""
+        ...
+
+    def mlp(self, up: nn.Module, down: nn.Module, kind: Activation) -> nn.Module:
+        """``down(activation(up(hidden)))`` of this backend's linears: a ``GatedMLP`` or an ``MLP``, by the activation."""
         ...

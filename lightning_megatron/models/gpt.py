@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import torch
@@ -15,12 +15,12 @@ from lightning_megatron.initialize import materialize
 from lightning_megatron.layers.attention import Attention, qkv_parts
 from lightning_megatron.layers.autocast import without_autocast
 from lightning_megatron.layers.backend import Backend, NormSpec
+from lightning_megatron.layers.choice import current_backend
 from lightning_megatron.layers.dropout import Dropout
-from lightning_megatron.layers.mlp import MLP, GatedMLP, gate_up_parts
+from lightning_megatron.layers.mlp import gate_up_parts
 from lightning_megatron.layers.position import PositionEmbedding
 from lightning_megatron.layers.rope import Rope, RopeTables
 from lightning_megatron.layers.sequence import SequenceContext, sequence_axis
-from lightning_megatron.layers.torch_backend import TorchBackend
 from lightning_megatron.layers.transformer import TransformerLayer
 from lightning_megatron.mesh import Mesh, current_mesh, inside_strategy
 from lightning_megatron.models.config import GPTConfig
@@ -49,7 +49,7 @@ class GPT(PipelineModel):
         config: sizes and options.
         seed: of the first values; ``torch.initial_seed()`` if not given. Not used inside a strategy.
         dtype: of the parameters.
-        backend: what the layers are built of; plain torch if not given.
+        backend: what the layers are built of; if not given, what the strategy chose, and plain torch outside of one.
 
     Raises:
         ValueError: the layout does not fit the model.
@@ -66,14 +66,14 @@ class GPT(PipelineModel):
         super().__init__()
         mesh = current_mesh()
         config.check_parallelism(mesh.parallelism)
-        build = _Build(config, mesh, backend or TorchBackend(), torch.device("meta"), dtype)
+        build = _Build(config, mesh, backend or current_backend(), torch.device("meta"), dtype)
         self.config = config
         self._mesh, self._sequence_axis = mesh, sequence_axis(mesh)
         self._rope = build.rope()
         self.embedding = build.embedding()
         self.position_embedding = build.position_embedding()
         self.embedding_dropout = Dropout(config.hidden_dropout, mesh=mesh)
-        self.layers = nn.ModuleList(build.layer() for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(build.for_layer(index).layer() for index in range(config.num_layers))
         self.final_norm = build.final_norm()
         self.head = build.head()
         learned = ("position_embedding",) if config.position == "learned" else ()
@@ -185,6 +185,7 @@ class GPT(PipelineModel):
             label_smoothing=config.label_smoothing,
             z_loss=config.z_loss,
             ignore_index=IGNORE_INDEX,
+            reuse_logits=True,
         )
         return losses.t()[:, : context.seq_len]
 
@@ -212,6 +213,10 @@ class _Build:
     backend: Backend
     device: torch.device
     dtype: torch.dtype
+
+    def for_layer(self, index: int) -> _Build:
+        """What makes the layer of that index."""
+        return replace(self, backend=self.backend.for_layer(index, self.config.num_layers))
 
     @property
     def _norm(self) -> NormSpec:
@@ -318,8 +323,7 @@ class _Build:
             dtype=self.dtype,
         )
         down = self._row_linear(config.ffn_size)
-        made = GatedMLP if gated else MLP
-        return norm, made(up, down, activation=self.backend.activation(config.activation))
+        return norm, self.backend.mlp(up, down, config.activation)
 
     def _row_linear(self, in_features: int) -> nn.Module:
         return self.backend.row_linear(

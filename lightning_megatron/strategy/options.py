@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import product
+from typing import get_args
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -14,6 +15,8 @@ from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveragi
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_megatron.layers.choice import BackendName
+from lightning_megatron.layers.te_backend import Fp8Options, scales_of
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.pipeline.choice import Schedule, lists_for
@@ -70,8 +73,8 @@ def refuse_later(*, backend: str, plan: object, recompute: object, checkpoint: o
     Raises:
         ValueError: naming the option.
     """
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend={backend!r} is not there yet in this version; use 'torch' or 'auto'.")
+    if backend not in get_args(BackendName):
+        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(get_args(BackendName))}.")
     if plan is not None:
         raise ValueError(
             "plan=... is not there yet in this version: modules of plain nn.Linear layers stay whole on each tensor-parallel "
@@ -80,6 +83,25 @@ def refuse_later(*, backend: str, plan: object, recompute: object, checkpoint: o
     for name, value in (("recompute", recompute), ("checkpoint", checkpoint)):
         if value is not None:
             raise ValueError(f"{name}={value!r} is not there yet in this version; leave {name}=None.")
+
+
+def check_fp8(module: LightningModule, fp8: Fp8Options | None) -> None:
+    """Check that a model has layers that multiply in 8 bits if that was asked for, in the way that was asked for.
+
+    Raises:
+        ValueError: it has not.
+    """
+    built = [scales.options for scales in scales_of(module)]
+    if fp8 is not None and built != [fp8]:
+        raise ValueError(
+            f"fp8={fp8.recipe!r}: {type(module).__name__} has no layers that were built for it. Build a lightning_megatron "
+            f"model in configure_model, for this Trainer; modules of your own stay in 16 bits."
+        )
+    if fp8 is None and built:
+        raise ValueError(
+            f"{type(module).__name__} was built by an earlier Trainer for fp8={built[0].recipe!r}; give this Trainer the same "
+            f"precision, or make a new module and load the weights from a checkpoint."
+        )
 
 
 def check_num_microbatches(schedule: Schedule, placement: Placement, *, batch_size: int, micro_batch_size: int) -> None:

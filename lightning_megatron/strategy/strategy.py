@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,9 +17,14 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_megatron.comm import all_reduce
+from lightning_megatron.layers.backend import Backend
+from lightning_megatron.layers.choice import BackendName, choose_backend, use_backend
+from lightning_megatron.layers.te_backend import scales_of
 from lightning_megatron.mesh import DEFAULT_TIMEOUT, use_mesh
 from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizerConfig
@@ -37,7 +43,7 @@ from lightning_megatron.strategy.loaders import (
     with_position,
 )
 from lightning_megatron.strategy.num_batches import same_num_batches
-from lightning_megatron.strategy.options import check_num_microbatches, check_options, check_trainer, refuse_later
+from lightning_megatron.strategy.options import check_fp8, check_num_microbatches, check_options, check_trainer, refuse_later
 from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.strategy.report import print_layout
 from lightning_megatron.strategy.steps import SteppingStrategy
@@ -69,7 +75,8 @@ class MegatronStrategy(SteppingStrategy):
         pipeline_layout: layers of each pipeline stage (``pp * vpp`` numbers, zeros allowed) as a list or a string,
             ``"5,8,8,7"`` or ``"4,7*2,4"`` for 4,7,7,4; ``"auto"`` to split by cost, head included; by default evenly.
         order: axes over ranks, the fastest first.
-        backend: ``torch``, or ``auto`` for the best that is there (in this version the same).
+        backend: what our models' layers are built of: ``te`` for Transformer Engine, ``torch`` for plain torch with this
+            project's kernels, ``auto`` for Transformer Engine where there is a GPU, the package and a 16-bit precision.
         plan: how to cut a model of plain ``nn.Linear`` layers. Only ``None`` in this version.
         recompute: which activations are recomputed in the backward. Only ``None`` in this version.
         optimizer: how gradients are laid out and reduced.
@@ -106,7 +113,7 @@ class MegatronStrategy(SteppingStrategy):
         schedule: Literal["auto", "1f1b", "interleaved", "gpipe", "zbh1", "zbv"] | Maker | list[list[Action]] = "auto",
         pipeline_layout: list[int] | str | None = None,
         order: str = DEFAULT_ORDER,
-        backend: Literal["auto", "torch"] = "auto",
+        backend: BackendName = "auto",
         plan: dict[str, str] | None = None,
         recompute: str | list[str] | None = None,
         optimizer: DistributedOptimizerConfig | None = None,
@@ -119,6 +126,8 @@ class MegatronStrategy(SteppingStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         refuse_later(backend=backend, plan=plan, recompute=recompute, checkpoint=checkpoint)
+        self._backend_name = backend
+        self._backend: Backend | None = None
         self._schedule = frozen(schedule)
         parallelism = Parallelism(
             tp=tp,
@@ -197,12 +206,17 @@ class MegatronStrategy(SteppingStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        with use_mesh(self.mesh):
+        assert self._backend is not None
+        with use_mesh(self.mesh), use_backend(self._backend):
             yield
 
     @override
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
+        precision = self.precision_plugin
+        self._backend = choose_backend(  # before anything runs on the GPU: it loads a library
+            self._backend_name, device=self.root_device, dtype=precision.param_dtype, fp8=precision.fp8
+        )
         earlier = PreparedModule.of(self.lightning_module)
         if earlier is not None and self._schedule == "auto":  # any placement will do
             self.parallelism = replace(self.parallelism, placement=earlier.mesh.parallelism.placement)
@@ -236,6 +250,8 @@ class MegatronStrategy(SteppingStrategy):
     def _prepare(self, module: LightningModule) -> None:
         precision = self.precision_plugin
         seed = self.broadcast(_job_seed())
+        check_fp8(module, precision.fp8)
+        scales = scales_of(module)
         earlier = PreparedModule.of(module)
         if earlier is not None and earlier.mesh is self.mesh:
             earlier.renew(convert=precision.convert_module, context=precision.forward_context)
@@ -245,6 +261,7 @@ class MegatronStrategy(SteppingStrategy):
                 module, self.mesh, convert=precision.convert_module, context=precision.forward_context, seed=seed
             )
             print_layout(self._prepared, Console())
+        precision.use_scales(scales, partial(all_reduce, axis=self.mesh.world, op=ReduceOp.MAX), self.root_device)
         self._metrics = MetricSync(module, mesh=self.mesh, last_stage_rank=self._prepared.placement.last_rank)
         self._engine = TrainingEngine(
             module,

@@ -1,0 +1,282 @@
+"""Norm and linear layers as autograd functions; the collectives and what comes before a product are part of them.
+
+Note [Overlap]
+The column layer's backward reduces the input gradient over tp beside the weight gradient's product. Under sequence
+parallelism in 8 bits the gathered input is kept (one byte for each element of the whole sequence); otherwise this rank's
+part is kept and gathered again beside the input gradient's product.
+
+Note [Handed over in 8 bits]
+Between the norm and the column layer behind it, forward, and between the row layer and the gated column layer before it,
+backward, only 8 bits are needed, of a tensor that nobody else uses. It goes through a ``Handoff``, so that it is never
+written in 16 bits; autograd sees a tensor of zeros that takes no memory in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.comm import all_gather, all_gather_single, all_reduce, reduce_scatter, reduce_scatter_single
+from lightning_megatron.layers.backend import Activation
+from lightning_megatron.layers.norm import _AddNorm
+from lightning_megatron.layers.te_backend.operations import Narrow, Operations
+from lightning_megatron.layers.te_backend.scales import Slot
+from lightning_megatron.mesh import Axis
+from lightning_megatron.weight_gradients import now_or_later, waits
+
+
+class WeightCache:
+    """One weight in 8 bits, made once for all micro-batches of an optimizer step."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] | None = None
+        self._narrow: Narrow = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> WeightCache:
+        return WeightCache()
+
+    def __reduce__(self) -> tuple[type[WeightCache], tuple[()]]:
+        return WeightCache, ()
+
+    def get(self, weight: Tensor, operations: Operations, epoch: int) -> Narrow:
+        """The weight in 8 bits, made anew if it may have changed."""
+        if not operations.is_narrow:
+            return weight.detach()
+        key = (epoch, weight._version, weight.data_ptr())
+        if key != self._key:
+            self._narrow, self._key = operations.quantize_weight(weight), key
+        return self._narrow
+
+
+@dataclass
+class Handoff:
+    """A place for one narrow matrix. See Note [Handed over in 8 bits].
+
+    Args:
+        slot: its factor.
+        narrow: what is handed over.
+    """
+
+    slot: Slot | None = None
+    narrow: Narrow = None
+
+    def take(self) -> Narrow:
+        """What is here, once; ``None`` if there is nothing."""
+        narrow, self.narrow = self.narrow, None
+        return narrow
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a linear layer's function needs besides tensors.
+
+    Args:
+        operations: of the library.
+        cache: of the weight.
+        axis: the tensor-parallel axis.
+        sequence_parallel: whether hidden states between blocks are cut over it.
+        input_slot, grad_slot: factors of the layer's input and of its output's gradient.
+        epoch: changes whenever weights may have changed.
+        record: whether this is training, whose magnitudes later steps should know.
+        activation: before a row layer.
+        given: where a column layer's input may be, instead of in its argument.
+        handoff: between a row layer and the column layer before it: the gradient of what lies between.
+    """
+
+    operations: Operations
+    cache: WeightCache
+    axis: Axis
+    sequence_parallel: bool
+    input_slot: Slot | None = None
+    grad_slot: Slot | None = None
+    epoch: int = 0
+    record: bool = True
+    activation: Activation | None = None
+    given: Handoff | None = field(default=None, compare=False)
+    handoff: Handoff | None = field(default=None, compare=False)
+
+    def weight(self, weight: Tensor) -> Narrow:
+        """The weight as it is multiplied."""
+        return self.cache.get(weight, self.operations, self.epoch)
+
+
+class AddNarrowNorm(_AddNorm):
+    """The norm with its addition, handed over in 8 bits: the second result is a stand-in for it. The same backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, gain: Tensor, added: Tensor | None, made: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """``made``: the sum and ``1 / rms`` of its rows, as ``Operations.add_norm_quantized`` has made them."""
+        summed, scales = made
+        ctx.dtypes = hidden.dtype, hidden.dtype if added is None else added.dtype
+        ctx.set_materialize_grads(False)
+        summed = hidden if added is None else summed.view(hidden.shape)
+        ctx.save_for_backward(summed, gain, scales.view(*hidden.shape[:-1], 1))
+        return summed, hidden.new_zeros(()).expand(hidden.shape)
+
+
+class ColumnLinear(torch.autograd.Function):
+    """Column-parallel linear, ``[S/tp, B, in] -> [S, B, out/tp]``. See Note [Overlap]."""
+
+    weight_input = 1
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, job: Job) -> Tensor:
+        """Inputs: hidden states, ``[out/tp, in]``, ``[out/tp]``."""
+        ops, own = job.operations, None
+        narrow = None if job.given is None else job.given.take()
+        if narrow is None:
+            rows = _rows(x)
+            own = rows if job.sequence_parallel and not ops.is_narrow else None
+            whole = all_gather(rows, job.axis, dim=0) if job.sequence_parallel else rows
+            narrow = ops.quantize(whole, job.input_slot, record=job.record)
+        result = ops.product(job.weight(weight), narrow, bias, x)
+        kept = own if own is not None else ops.keep_columns(narrow)
+        ctx.job, ctx.shape = job, x.shape
+        _save(ctx, weight, kept if ctx.needs_input_grad[1] else None)
+        return result.view(x.shape[0] * (job.axis.size if job.sequence_parallel else 1), *x.shape[1:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs; the weight's may be added to its sum instead."""
+        job: Job = ctx.job
+        ops, (weight, kept) = job.operations, _saved(ctx)
+        narrow = None if job.handoff is None else job.handoff.take()
+        narrow = ops.quantize(_rows(grad), job.grad_slot, record=True) if narrow is None else narrow
+        reducing = None
+        whole = _gathered_beside(kept, job, beside=ctx.needs_input_grad[1] and not waits(ctx))
+        if ctx.needs_input_grad[0]:
+            reducing = _start_reduction(ops.input_gradient(job.weight(weight), narrow, grad), job)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = now_or_later(
+                ctx,
+                lambda: ops.weight_gradient(whole(), narrow, weight),
+                add=lambda total: ops.add_weight_gradient(whole(), narrow, total),
+            )
+        grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
+        return None if reducing is None else reducing().view(ctx.shape), grad_weight, grad_bias, None
+
+
+class RowLinear(torch.autograd.Function):
+    """Activation and row-parallel linear, ``[S, B, m] -> [S/tp, B, out]``; without bias, which comes after the reduction."""
+
+    weight_input = 1
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, job: Job) -> Tensor:
+        """Inputs: ``[S, B, m]``, where m is in/tp, or twice that before a gated activation, and the weight ``[out, in/tp]``."""
+        ops, rows = job.operations, _rows(x)
+        if job.activation is None:
+            narrow = ops.quantize(rows, job.input_slot, record=job.record)
+        else:
+            narrow = ops.activate_quantized(rows, job.activation, job.input_slot, record=job.record)
+        partial = ops.product(job.weight(weight), narrow, None, x).view(*x.shape[:-1], -1)
+        ctx.job, ctx.shape = job, x.shape
+        kept = ops.keep_columns(narrow) if ctx.needs_input_grad[1] else None
+        _save(ctx, None if job.activation is None else rows, weight, kept)
+        return reduce_scatter(partial, job.axis, dim=0) if job.sequence_parallel else all_reduce(partial, job.axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs; the weight's may be added to its sum instead."""
+        job: Job = ctx.job
+        ops, (rows, weight, kept) = job.operations, _saved(ctx)
+        whole = all_gather(grad, job.axis, dim=0) if job.sequence_parallel else grad
+        narrow = ops.quantize(_rows(whole), job.grad_slot, record=True)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = ops.input_gradient(job.weight(weight), narrow, grad)
+            if job.activation is not None and job.handoff is None:
+                grad_x = ops.activate_backward(grad_x, rows, job.activation)
+            elif job.activation is not None and job.handoff is not None:
+                job.handoff.narrow = ops.activate_backward_quantized(grad_x, rows, job.activation, job.handoff.slot)
+                grad_x = grad.new_zeros(()).expand(ctx.shape)
+            grad_x = grad_x.view(ctx.shape)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = now_or_later(
+                ctx,
+                lambda: ops.weight_gradient(kept, narrow, weight),
+                add=lambda total: ops.add_weight_gradient(kept, narrow, total),
+            )
+        return grad_x, grad_weight, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``[.., n] -> [N, n]``, contiguous."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _gathered_beside(kept: Narrow, job: Job, *, beside: bool) -> Callable[[], Narrow]:
+    """The column layer's whole input; gathered from now on if ``beside``, else when it is asked for."""
+    if kept is None or not job.sequence_parallel or job.operations.is_narrow:
+        return lambda: kept
+    return _start_gather(kept, job.axis) if beside else lambda: _start_gather(kept, job.axis)()
+
+
+def _start_gather(part: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    full = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
+    work = all_gather_single(full.view(-1), part.contiguous().view(-1), group=axis.group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return full
+
+    return wait
+
+
+def _start_reduction(x: Tensor, job: Job) -> Callable[[], Tensor]:
+    """The sum over tp, ``[N, n] -> [N/tp, n]`` under sequence parallelism, in flight."""
+    axis = job.axis
+    if axis.group is None:
+        return lambda: x
+    if job.sequence_parallel:
+        result = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+        work = reduce_scatter_single(result.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
+    else:
+        result = x.contiguous()
+        work = dist.all_reduce(result.view(-1), group=axis.group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return result
+
+    return wait
+
+
+def _save(ctx: Any, *items: Tensor | Narrow | None) -> None:
+    """``save_for_backward`` that takes narrow matrices too. They are empty afterwards."""
+    tensors: list[Tensor | None] = []
+    shells: list[Any] = []
+    for item in items:
+        if item is None or isinstance(item, Tensor):
+            tensors.append(item)
+            shells.append(None)
+        else:
+            parts, shell = item.prepare_for_saving()
+            tensors += parts
+            shells.append(shell)
+    ctx.shells = shells
+    ctx.save_for_backward(*tensors)
+
+
+def _saved(ctx: Any) -> Sequence[Any]:
+    left: list[Tensor | None] = list(ctx.saved_tensors)
+    items: list[Any] = []
+    for shell in ctx.shells:
+        if shell is None:
+            items.append(left.pop(0))
+        else:
+            left = list(shell.restore_from_saved(left))
+            items.append(shell)
+    return items

@@ -1,0 +1,197 @@
+"""The layers: parameters as the torch backend's, computation by ``Operations``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatron.layers.backend import Activation
+from lightning_megatron.layers.mlp import MLP, GatedMLP
+from lightning_megatron.layers.norm import RMSNorm
+from lightning_megatron.layers.te_backend.functions import AddNarrowNorm, ColumnLinear, Handoff, Job, RowLinear, WeightCache
+from lightning_megatron.layers.te_backend.operations import Operations
+from lightning_megatron.layers.te_backend.scales import Scales
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+
+class NarrowRMSNorm(RMSNorm):
+    """An RMSNorm that hands its result to the linear behind it in 8 bits, where it can. Arguments as ``RMSNorm``, and these.
+
+    Args:
+        operations: of the library.
+        mesh: under sequence parallelism the norm stays in 16 bits: the linear gathers it.
+    """
+
+    def __init__(self, *args: Any, operations: Operations, mesh: Mesh, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._operations, self._is_cut = operations, mesh.sequence_parallel
+        self.handoff = Handoff()
+        """To the linear, whose input slot it holds."""
+
+    def forward(self, hidden: Tensor, added: Tensor | None = None, *, keep: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """See ``RMSNorm.forward``; the norm may be a stand-in that only the linear behind it can use."""
+        slot = self.handoff.slot
+        if slot is None or self._is_cut or not is_aligned(hidden, slot.scales):
+            return super().forward(hidden, added, keep=keep)
+        slot.scales.prepare(hidden.device)
+        record = torch.is_grad_enabled()
+        flat = hidden.reshape(-1, self.size).contiguous()
+        beside = None if added is None else added.reshape(-1, self.size).contiguous()
+        with torch.no_grad():
+            made = self._operations.add_norm_quantized(flat, beside, self.weight, self.eps, slot=slot, record=record)
+        if made is None:
+            return super().forward(hidden, added, keep=keep)
+        self.handoff.narrow = made[1]
+        summed, normed = AddNarrowNorm.apply(hidden, self.weight, added, (made[0], made[2]))  # type: ignore[no-untyped-call]
+        return (summed, normed) if keep else normed
+
+
+class FusedColumnLinear(ColumnParallelLinear):
+    """A column-parallel linear. Arguments and parameters as ``ColumnParallelLinear``, and these.
+
+    Args:
+        operations: of the library.
+        scales: makes slots; ``None`` without FP8.
+        given: where the norm before it may put its input.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        operations: Operations,
+        scales: Scales | None,
+        given: Handoff | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.job = _job(self, operations, scales, given)
+        if given is not None:
+            given.slot = self.job.input_slot
+        self.scales = scales
+        _check_aligned(self.weight, scales, "a weight")
+
+    def forward(self, x: Tensor, handoff: Handoff | None = None) -> Tensor:
+        """``[S/tp, B, in] -> [S, B, out/tp]`` under sequence parallelism, else ``[S, B, in] -> [S, B, out/tp]``."""
+        job = replace(self.job, epoch=_begin(self.scales, x), record=torch.is_grad_enabled(), handoff=handoff)
+        if handoff is not None:
+            handoff.slot = job.grad_slot
+        padded = _padded(x, self.scales, job)
+        result: Tensor = ColumnLinear.apply(padded, self.weight, self.bias, job)  # type: ignore[no-untyped-call]
+        return result if padded is x else result[: x.shape[0]]
+
+
+class FusedRowLinear(RowParallelLinear):
+    """A row-parallel linear, with an activation before it if it is called with one.
+
+    Arguments and parameters as ``RowParallelLinear``, and these.
+
+    Args:
+        operations: of the library.
+        scales: makes slots; ``None`` without FP8.
+    """
+
+    def __init__(self, *args: Any, operations: Operations, scales: Scales | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.job = _job(self, operations, scales)
+        self.scales = scales
+        _check_aligned(self.weight, scales, "a weight")
+
+    def forward(self, x: Tensor, activation: Activation | None = None, handoff: Handoff | None = None) -> Tensor:
+        """``[S, B, in/tp] -> [S/tp, B, out]`` under sequence parallelism, else ``[S, B, in/tp] -> [S, B, out]``.
+
+        With ``activation`` the input is the activation's: ``[S, B, 2 in/tp]`` for a gated one.
+        """
+        epoch, record = _begin(self.scales, x), torch.is_grad_enabled()
+        job = replace(self.job, epoch=epoch, record=record, activation=activation, handoff=handoff)
+        padded = _padded(x, self.scales, job)
+        result: Tensor = RowLinear.apply(padded, self.weight, job)  # type: ignore[no-untyped-call]
+        if padded is not x:
+            result = result[: x.shape[0]]
+        return result if self.bias is None else result + self.bias.to(result.dtype)
+
+
+class FusedGatedMLP(GatedMLP):
+    """``GatedMLP`` whose activation is computed by the linear behind it. See Note [Handed over in 8 bits]."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
+        up: Any = self.gate_up
+        down: Any = self.down
+        # The bias's gradient is summed from the gradient in 16 bits, which a handoff never makes.
+        handoff = Handoff() if up.bias is None and torch.is_grad_enabled() else None
+        padded = _padded(hidden, up.scales, up.job)
+        transformed: Tensor = down(up(padded, handoff), "swiglu", handoff)
+        return transformed if padded is hidden else transformed[: hidden.shape[0]]
+
+
+class FusedMLP(MLP):
+    """``MLP`` whose activation is computed by the linear behind it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
+        down: Any = self.down
+        transformed: Tensor = down(self.up(hidden), "gelu")
+        return transformed
+
+
+def _job(linear: Any, operations: Operations, scales: Scales | None, given: Handoff | None = None) -> Job:
+    mesh = linear.mesh
+    input_slot = grad_slot = None
+    if scales is not None:
+        input_slot, grad_slot = scales.slot(torch.float8_e4m3fn), scales.slot(torch.float8_e5m2)
+    return Job(operations, WeightCache(), mesh.tp, mesh.sequence_parallel, input_slot, grad_slot, given=given)
+
+
+def _begin(scales: Scales | None, x: Tensor) -> int:
+    """Make the factors ready; the epoch of the weights."""
+    if scales is None:
+        return 0
+    scales.prepare(x.device)
+    return scales.epoch
+
+
+def is_aligned(x: Tensor, scales: Scales, *, ranks: int = 1) -> bool:
+    """Whether the tokens of ``[.., n]``, on so many ranks, can be multiplied in 8 bits."""
+    return x.shape[:-1].numel() * ranks % scales.options.alignment == 0
+
+
+def _padded(x: Tensor, scales: Scales | None, job: Job) -> Tensor:
+    """Add zero positions until the number of tokens can be multiplied in 8 bits: ``[S, B, n] -> [S', B, n]``.
+
+    Raises:
+        ValueError: under sequence parallelism, where they would come to stand between tokens.
+    """
+    if scales is None or is_aligned(x, scales, ranks=job.axis.size if job.sequence_parallel else 1):
+        return x
+    alignment = scales.options.alignment
+    step = alignment // gcd(alignment, x.shape[1])
+    if job.sequence_parallel:
+        length = x.shape[0] * job.axis.size
+        raise ValueError(
+            f"fp8={scales.options.recipe!r} multiplies {alignment} tokens at a time, but under sequence parallelism "
+            f"sequences of {length} tokens in micro-batches of {x.shape[1]} make {length * x.shape[1]}; make the sequence a "
+            f"multiple of {step}."
+        )
+    return F.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % step))
+
+
+def _check_aligned(weight: Tensor, scales: Scales | None, name: str) -> None:
+    """Refuse sizes that cannot be multiplied in 8 bits.
+
+    Raises:
+        ValueError: with the local sizes and the multiple.
+    """
+    if scales is None:
+        return
+    multiple = scales.options.alignment
+    if any(size % multiple for size in weight.shape):
+        raise ValueError(
+            f"fp8={scales.options.recipe!r} needs matrices whose sizes on each tensor-parallel rank are multiples of "
+            f"{multiple}; {name} is {list(weight.shape)} here. Change the model's sizes, lower tp, or leave fp8=None."
+        )

@@ -1,0 +1,75 @@
+"""``Operations``: what a library must do for the layers of this backend. Matrices are two-dimensional here, tokens first.
+
+A ``Narrow`` is a matrix as the library multiplies it: in 8 bits, with its factor; for a backend without FP8 simply the
+16-bit tensor. It may hold one or both of two forms: *rows*, for products over its last dim, and *columns*, for products
+over its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_megatron.layers.backend import Activation
+from lightning_megatron.layers.te_backend.scales import Slot
+
+Narrow = Any
+
+
+class Operations(Protocol):
+    """Products in 8 bits, and the pointwise work around them, each fused as far as the library can."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether products are in 8 bits at all."""
+        ...
+
+    def quantize(self, x: Tensor, slot: Slot | None, *, record: bool) -> Narrow:
+        """``[N, n]``, both forms. ``record``: remember the largest magnitude for later steps."""
+        ...
+
+    def quantize_weight(self, weight: Tensor) -> Narrow:
+        """``[out, in]``, both forms, by the weight's own largest magnitude."""
+        ...
+
+    def add_norm_quantized(
+        self, hidden: Tensor, added: Tensor | None, gain: Tensor, eps: float, *, slot: Slot | None, record: bool
+    ) -> tuple[Tensor, Narrow, Tensor] | None:
+        """``x = hidden + added`` (``hidden`` itself if there is nothing to add), its quantized RMSNorm, ``1 / rms(x)`` ``[N]``.
+
+        ``None`` if that cannot be had in one pass: the norm is then computed in 16 bits, and quantized after it.
+        """
+        ...
+
+    def activate_quantized(self, x: Tensor, kind: Activation, slot: Slot | None, *, record: bool) -> Narrow:
+        """The activation of ``[N, m]``, quantized."""
+        ...
+
+    def activate_backward(self, grad: Tensor, x: Tensor, kind: Activation) -> Tensor:
+        """Gradient of the activation's input, ``[N, m]``."""
+        ...
+
+    def activate_backward_quantized(self, grad: Tensor, x: Tensor, kind: Activation, slot: Slot | None) -> Narrow:
+        """``activate_backward``, quantized."""
+        ...
+
+    def product(self, weight: Narrow, x: Narrow, bias: Tensor | None, like: Tensor) -> Tensor:
+        """``x weight^T + bias``: ``[N, in], [out, in] -> [N, out]`` in the dtype of ``like``."""
+        ...
+
+    def input_gradient(self, weight: Narrow, grad: Narrow, like: Tensor) -> Tensor:
+        """``grad weight``: ``[N, out], [out, in] -> [N, in]`` in the dtype of ``like``."""
+        ...
+
+    def weight_gradient(self, x: Narrow, grad: Narrow, like: Tensor) -> Tensor:
+        """``grad^T x``: ``[N, in], [N, out] -> [out, in]`` in the dtype of ``like``."""
+        ...
+
+    def add_weight_gradient(self, x: Narrow, grad: Narrow, total: Tensor) -> None:
+        """Add ``grad^T x`` to ``total``, ``[out, in]``, contiguous."""
+        ...
+
+    def keep_columns(self, x: Narrow) -> Narrow:
+        """The same without its rows, to be kept for a weight gradient."""
+        ...

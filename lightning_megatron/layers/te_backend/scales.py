@@ -1,0 +1,179 @@
+"""Scaling factors of delayed FP8: what they are, and when they change.
+
+Note [Scales change between optimizer steps]
+Transformer Engine changes its delayed factors after every forward, so what a micro-batch gets depends on the schedule, and
+a recomputed forward needs the factors of its first run kept for it. Here the factors stay as they are for a whole optimizer
+step, while the largest magnitudes of the step are gathered; after it there is one maximum over all ranks and one update for
+all tensors at once. So a step is the same under every schedule, number of stages and recompute, all ranks agree, and a step
+costs one small collective. The first step has no history: it takes each tensor's own factor, as ``current`` does.
+
+Factors are powers of two. An 8-bit number then rounds the same whatever its factor, except at the ends of the range: a change
+of layout, of recipe or of history does not change the rounding of what lies between.
+
+A slot is one tensor of one layer. Slots are numbered as the model is built, which every rank does in full, so the number
+means the same on all ranks and at every layout; slots of layers on other ranks stay at zero until the maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.layers.te_backend.options import Fp8Options
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""Largest finite number of each format."""
+
+
+def power_of_two(numbers: Tensor) -> Tensor:
+    """The largest powers of two that are not larger."""
+    mantissa, exponent = torch.frexp(numbers)
+    return torch.where(numbers.isfinite() & (mantissa > 0.0), torch.ldexp(torch.full_like(numbers, 0.5), exponent), numbers)
+
+
+class Slot:
+    """One tensor's factor and largest magnitude.
+
+    Args:
+        scales: holds the numbers.
+        index: position in them.
+        dtype: the 8-bit format.
+    """
+
+    def __init__(self, scales: Scales, index: int, dtype: torch.dtype) -> None:
+        self.scales, self.index, self.dtype = scales, index, dtype
+        self.quantizers: dict[object, Any] = {}
+        """What a library made for this slot."""
+
+    @property
+    def scale(self) -> Tensor:
+        """What the tensor is multiplied by before it is rounded, fp32 ``[1]``."""
+        return self.scales.tensors[0][self.index]
+
+    @property
+    def scale_inv(self) -> Tensor:
+        """The inverse of ``scale``, fp32 ``[1]``."""
+        return self.scales.tensors[1][self.index]
+
+    @property
+    def amax(self) -> Tensor:
+        """Largest magnitude met in this step, fp32 ``[1]``."""
+        return self.scales.tensors[2][self.index]
+
+    @property
+    def scratch(self) -> Tensor:
+        """Where a magnitude goes that is not to be remembered, fp32 ``[1]``."""
+        return self.scales.tensors[3][self.index]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Slot:
+        return self  # a copied model (an average, say) is multiplied with the factors of the one it was copied from
+
+
+class Scales:
+    """The slots of one model. See Note [Scales change between optimizer steps].
+
+    Args:
+        options: recipe, history and margin.
+    """
+
+    def __init__(self, options: Fp8Options) -> None:
+        self.options = options
+        self.epoch = 0
+        """Grows whenever weights may have changed: what was made of them before is stale."""
+        self.tensors: tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]] = ([], [], [], [])
+        self._dtypes: list[torch.dtype] = []
+        self._flat: list[Tensor] | None = None  # scale, inverse, amax, scratch, each [slots]
+        self._history: Tensor | None = None  # [history_steps, slots]
+        self._limits: Tensor | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._steps = 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Scales:
+        return self
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether there is a history to take factors from."""
+        return self._steps > 0
+
+    def slot(self, dtype: torch.dtype) -> Slot:
+        """A slot for one more tensor. Only before the first use."""
+        assert self._flat is None, "slots are made while the model is built"
+        self._dtypes.append(dtype)
+        return Slot(self, len(self._dtypes) - 1, dtype)
+
+    def prepare(self, device: torch.device) -> None:
+        """Allocate on the first use."""
+        if self._flat is not None:
+            return
+        num = len(self._dtypes)
+        # Not rows of one tensor: autograd would take a change of one for a change of all.
+        self._flat = [torch.ones(num, device=device) for _ in range(2)] + [torch.zeros(num, device=device) for _ in range(2)]
+        self._history = torch.zeros((self.options.history_steps, num), device=device)
+        self._limits = torch.tensor([LARGEST[dtype] for dtype in self._dtypes], device=device) / 2.0**self.options.margin
+        self.tensors = tuple(list(torch.split(row, 1)) for row in self._flat)  # type: ignore[assignment]
+        if self._loaded is not None:
+            self._restore(self._loaded)
+
+    def advance(self, reduce_max: Callable[[Tensor], Tensor]) -> None:
+        """An optimizer step is done: weights have changed, and factors follow what the step has met.
+
+        Args:
+            reduce_max: the largest of each element over all ranks. Every rank calls it, once.
+        """
+        self.epoch += 1
+        if self.options.recipe != "delayed" or self._flat is None or self._history is None:
+            return
+        self._history[self._steps % len(self._history)] = reduce_max(self._flat[2].clone())
+        self._flat[2].zero_()
+        self._steps += 1
+        self._update()
+
+    def _update(self) -> None:
+        assert self._flat is not None
+        assert self._history is not None
+        assert self._limits is not None
+        scale = power_of_two(self._limits / self._history.amax(dim=0))
+        # Nothing met yet (0), or an overflow (inf, nan): keep the factor.
+        usable = scale.isfinite() & (scale > 0.0)
+        self._flat[0].copy_(torch.where(usable, scale, self._flat[0]))
+        self._flat[1].copy_(self._flat[0].reciprocal())
+
+    def weights_changed(self) -> None:
+        """Somebody has written to the weights outside of an optimizer step."""
+        self.epoch += 1
+
+    # Checkpoints: the same at every layout, see the Note
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history, on the host; empty while there is none."""
+        if not self.is_warm or self._flat is None or self._history is None:
+            return {}
+        return {"steps": self._steps, "history": self._history.cpu(), "scale": self._flat[0].cpu()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with a saved history. One of another model, or of another length, is left out: a first step needs none."""
+        self._loaded = state
+        if self._flat is not None:
+            self._restore(state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        assert self._flat is not None
+        assert self._history is not None
+        self._loaded = None
+        if not state or state["history"].shape != self._history.shape:
+            return
+        self._history.copy_(state["history"])
+        self._flat[0].copy_(state["scale"])
+        self._flat[1].copy_(self._flat[0].reciprocal())
+        self._flat[2].zero_()
+        self._steps = state["steps"]
+
+
+def scales_of(module: nn.Module) -> list[Scales]:
+    """The factors that a model's layers use, each once."""
+    found = (getattr(child, "scales", None) for child in module.modules())
+    return list({id(scales): scales for scales in found if isinstance(scales, Scales)}.values())

@@ -1,0 +1,185 @@
+"""``TeOperations``: the operations by Transformer Engine's kernels, with this project's own where those fuse more.
+
+Note [Which kernel]
+Products and casts are Transformer Engine's. With ``delayed`` factors a norm or an activation knows its factor beforehand, so
+one pass over memory can do it all: compute, round, and write both forms. Transformer Engine writes 16 bits and casts in a
+second pass (or one form at a time); the kernels of ``kernels/narrow.py`` do it in one. In the first step, which has no factors
+yet, and for the other recipes, the 16-bit result is written and cast by Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.kernels import available
+from lightning_megatron.layers.backend import Activation
+from lightning_megatron.layers.te_backend.operations import Narrow
+from lightning_megatron.layers.te_backend.options import Fp8Options
+from lightning_megatron.layers.te_backend.scales import Slot
+
+
+class TeOperations:
+    """See ``Operations``. Needs a GPU and the library.
+
+    Args:
+        options: ``None`` multiplies in 16 bits.
+        device: the GPU.
+        fused: whether to use this project's own fused kernels where they fit.
+    """
+
+    def __init__(self, options: Fp8Options | None, *, device: torch.device, fused: bool = True) -> None:
+        te = import_module("transformer_engine.pytorch")
+        self._options, self._device, self._dtypes = options, device, te.constants.TE_DType
+        self._tex: Any = import_module("transformer_engine_torch")
+        self._gemm: Callable[..., Any] = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+        self._tensor: Any = import_module("transformer_engine.pytorch.tensor")
+        self._storage: Any = import_module("transformer_engine.pytorch.tensor.storage.float8_tensor_storage")
+        self._kernels: Any = None
+        if fused and options is not None and options.recipe == "delayed" and available():
+            self._kernels = import_module("lightning_megatron.kernels.narrow")
+        self._quantizers: dict[str, Any] = {} if options is None else self._own_scale_quantizers(options)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> TeOperations:
+        return self  # holds modules, and nothing of a model
+
+    @property
+    def is_narrow(self) -> bool:
+        """See ``Operations``."""
+        return self._options is not None
+
+    # Into 8 bits
+
+    def quantize(self, x: Tensor, slot: Slot | None, *, record: bool) -> Narrow:
+        """See ``Operations``."""
+        if slot is None or self._options is None:
+            return x
+        role = "input" if slot.dtype == torch.float8_e4m3fn else "grad"
+        if self._options.recipe != "delayed":
+            return self._quantizers[role](x)
+        if slot.scales.is_warm:
+            return self._delayed(slot, record)(x)
+        narrow = self._quantizers[role](x)
+        if record:
+            torch.maximum(slot.amax, torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32), out=slot.amax)
+        return narrow
+
+    def quantize_weight(self, weight: Tensor) -> Narrow:
+        """See ``Operations``."""
+        return weight.detach() if self._options is None else self._quantizers["weight"](weight.detach())
+
+    def keep_columns(self, x: Narrow) -> Narrow:
+        """See ``Operations``."""
+        if not isinstance(x, Tensor):
+            x.update_usage(rowwise_usage=False, columnwise_usage=True)
+        return x
+
+    def _delayed(self, slot: Slot, record: bool) -> Any:
+        """Transformer Engine's quantizer with the slot's factor."""
+        found = slot.quantizers.get(record)
+        if found is None:
+            amax = slot.amax if record else slot.scratch
+            found = self._tensor.Float8Quantizer(slot.scale, amax, self._dtypes[slot.dtype])
+            found.internal = True
+            slot.quantizers[record] = found
+        return found
+
+    def _own_scale_quantizers(self, options: Fp8Options) -> dict[str, Any]:
+        """Quantizers that take factors from what they are given, by role."""
+        if options.is_per_tensor:
+            roles = {"input": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "grad": torch.float8_e5m2}
+            made = self._tensor.Float8CurrentScalingQuantizer
+            options_of_all = {"device": self._device, "force_pow_2_scales": True}
+            quantizers = {role: made(self._dtypes[dtype], **options_of_all) for role, dtype in roles.items()}
+        else:
+            recipes = import_module("transformer_engine.common.recipe")
+            names = {"blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
+            recipe = getattr(recipes, names[options.recipe])()
+            states = import_module("transformer_engine.pytorch.quantization").RecipeState
+            forward = states.create(recipe, mode="forward", num_quantizers=3, device=self._device).make_quantizers()
+            backward = states.create(recipe, mode="backward", num_quantizers=2, device=self._device).make_quantizers()
+            quantizers = {"input": forward[0], "weight": forward[1], "grad": backward[0]}
+        for quantizer in quantizers.values():
+            quantizer.internal = True
+        return quantizers
+
+    def _fused(self, slot: Slot | None, x: Tensor) -> Any:
+        """This project's kernels, if they can write what this slot takes."""
+        usable = self._kernels is not None and slot is not None and slot.scales.is_warm and x.dtype == torch.bfloat16
+        return self._kernels if usable else None
+
+    def _made(self, slot: Slot, forms: tuple[Tensor, Tensor], record: bool) -> Narrow:
+        """What Transformer Engine multiplies, from both forms: rows ``[N, n]`` and columns ``[n, N]``."""
+        quantizer = self._delayed(slot, record)
+        return self._storage.Float8TensorStorage(
+            data=forms[0],
+            data_transpose=forms[1],
+            fp8_scale_inv=slot.scale_inv,
+            fp8_dtype=quantizer.dtype,
+            fake_dtype=torch.bfloat16,
+            quantizer=quantizer,
+        )
+
+    # Pointwise
+
+    def add_norm_quantized(
+        self, hidden: Tensor, added: Tensor | None, gain: Tensor, eps: float, *, slot: Slot | None, record: bool
+    ) -> tuple[Tensor, Narrow, Tensor] | None:
+        """See ``Operations``."""
+        kernels = self._fused(slot, hidden)
+        if kernels is None or slot is None or not kernels.fits(*hidden.shape):
+            return None
+        amax = slot.amax if record else slot.scratch
+        summed, *forms, scales = kernels.add_rms_norm_narrow(hidden, added, gain, eps=eps, scale=slot.scale, amax=amax)
+        return summed, self._made(slot, (forms[0], forms[1]), record), scales
+
+    def activate_quantized(self, x: Tensor, kind: Activation, slot: Slot | None, *, record: bool) -> Narrow:
+        """See ``Operations``."""
+        kernels = self._fused(slot, x)
+        if kernels is not None and slot is not None and kind == "swiglu" and kernels.fits(x.shape[0], x.shape[1] // 2):
+            forms = kernels.swiglu_narrow(x, scale=slot.scale, amax=slot.amax if record else slot.scratch)
+            return self._made(slot, forms, record)
+        activated = getattr(self._tex, kind)(x, None)
+        return self.quantize(activated, slot, record=record)
+
+    def activate_backward(self, grad: Tensor, x: Tensor, kind: Activation) -> Tensor:
+        """See ``Operations``."""
+        result: Tensor = getattr(self._tex, f"d{kind}")(grad, x, None)
+        return result
+
+    def activate_backward_quantized(self, grad: Tensor, x: Tensor, kind: Activation, slot: Slot | None) -> Narrow:
+        """See ``Operations``."""
+        kernels = self._fused(slot, x)
+        if kernels is not None and slot is not None and kind == "swiglu" and kernels.fits(*grad.shape):
+            forms = kernels.swiglu_backward_narrow(grad, x, scale=slot.scale, amax=slot.amax)
+            return self._made(slot, forms, True)
+        return self.quantize(self.activate_backward(grad, x, kind), slot, record=True)
+
+    # Products. The library's dims are cuBLAS's: the first operand is the one whose dim comes to be the last of the result.
+
+    def product(self, weight: Narrow, x: Narrow, bias: Tensor | None, like: Tensor) -> Tensor:
+        """See ``Operations``."""
+        result: Tensor = self._gemm(weight, x, out_dtype=like.dtype, bias=bias)[0]
+        return result
+
+    def input_gradient(self, weight: Narrow, grad: Narrow, like: Tensor) -> Tensor:
+        """See ``Operations``."""
+        gemm = self._gemm(weight, grad, out_dtype=like.dtype, layout="NN", grad=True, use_split_accumulator=True)
+        result: Tensor = gemm[0]
+        return result
+
+    def weight_gradient(self, x: Narrow, grad: Narrow, like: Tensor) -> Tensor:
+        """See ``Operations``."""
+        gemm = self._gemm(x, grad, out_dtype=like.dtype, layout="NT", grad=True, use_split_accumulator=True)
+        result: Tensor = gemm[0]
+        return result
+
+    def add_weight_gradient(self, x: Narrow, grad: Narrow, total: Tensor) -> None:
+        """See ``Operations``."""
+        self._gemm(
+            x, grad, out_dtype=total.dtype, layout="NT", grad=True, accumulate=True, out=total, use_split_accumulator=True
+        )
