@@ -26,7 +26,7 @@ def local_stats(logits: Tensor, target: Tensor, mine: Tensor, *, num_real: int, 
     if num:
         block = min(_FORWARD_BLOCK, triton.next_power_of_2(max(1, num_real)))
         with torch.cuda.device_of(logits):
-            _stats[(num,)](
+            _cross_entropy_stats[(num,)](
                 *(logits, target, mine, stats, num, columns, num_real),
                 SUMS=sums,
                 BLOCK=block,
@@ -63,7 +63,7 @@ def gradient(
         return
     block = min(_BACKWARD_BLOCK, triton.next_power_of_2(columns))
     with torch.cuda.device_of(logits):
-        _gradient[(num, triton.cdiv(columns, block))](
+        _cross_entropy_gradient[(num, triton.cdiv(columns, block))](
             *(logits, target, lse, of_softmax, of_target, lse if of_all is None else of_all, out),
             *(columns, num_real),
             SPREADS=of_all is not None,
@@ -73,7 +73,7 @@ def gradient(
 
 
 @triton.jit
-def _stats(logits, target, mine, stats, num, width, num_real, SUMS: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy_stats(logits, target, mine, stats, num, width, num_real, SUMS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * width
     columns = tl.arange(0, BLOCK)
@@ -99,7 +99,7 @@ def _stats(logits, target, mine, stats, num, width, num_real, SUMS: tl.constexpr
 
 
 @triton.jit
-def _gradient(
+def _cross_entropy_gradient(
     logits,
     target,
     lse,

@@ -22,7 +22,7 @@ def rms_norm_forward(hidden: Tensor, added: Tensor | None, weight: Tensor, *, ep
     if num:
         block, rows, warps = _tile(size)
         with torch.cuda.device_of(hidden):
-            _forward[(triton.cdiv(num, rows),)](
+            _norm_forward[(triton.cdiv(num, rows),)](
                 *(hidden, hidden if added is None else added, weight, summed, normed, scales),
                 *(num, size, eps),
                 ADDS=added is not None,
@@ -45,7 +45,7 @@ def rms_norm_backward(
         return of_x, summed.new_zeros(size, dtype=torch.float32)
     parts = summed.new_empty((programs, size), dtype=torch.float32)
     with torch.cuda.device_of(summed):
-        _backward[(programs,)](
+        _norm_backward[(programs,)](
             *(of_normed, of_normed if of_summed is None else of_summed, summed, weight, scales, of_x, parts),
             *(num, size),
             ADDS=of_summed is not None,
@@ -67,7 +67,7 @@ def _tile(size: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _forward(
+def _norm_forward(
     hidden, added, weight, summed, normed, scales, num, size, eps, ADDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -87,7 +87,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _norm_backward(
     of_normed,
     of_summed,
     summed,

@@ -27,7 +27,7 @@ def rotate_together(q: Tensor, k: Tensor, v: Tensor, *, cos: Tensor, sin: Tensor
     fused = q.new_empty((seq, batch, total * size))
     if fused.numel():
         with torch.cuda.device_of(q):
-            _rotate[(seq * batch, triton.cdiv(total, _HEADS))](
+            _rotate_heads[(seq * batch, triton.cdiv(total, _HEADS))](
                 *(q, k, v, cos, sin, fused),
                 *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
                 *(batch, num_q, num_kv, size // 2),
@@ -40,7 +40,7 @@ def rotate_together(q: Tensor, k: Tensor, v: Tensor, *, cos: Tensor, sin: Tensor
 
 
 @triton.jit
-def _rotate(
+def _rotate_heads(
     q,
     k,
     v,

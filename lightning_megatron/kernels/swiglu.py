@@ -16,7 +16,7 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     if out.numel():
         with torch.cuda.device_of(out):
-            _forward[_grid(out, width)](gate_up, out, width, BLOCK=_block(width), num_warps=4)
+            _swiglu_forward[_grid(out, width)](gate_up, out, width, BLOCK=_block(width), num_warps=4)
     return out
 
 
@@ -26,7 +26,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
     out = torch.empty_like(gate_up)
     if out.numel():
         with torch.cuda.device_of(out):
-            _backward[_grid(grad, width)](gate_up, grad, out, width, BLOCK=_block(width), num_warps=4)
+            _swiglu_backward[_grid(grad, width)](gate_up, grad, out, width, BLOCK=_block(width), num_warps=4)
     return out
 
 
@@ -39,7 +39,7 @@ def _grid(of: Tensor, width: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _forward(gate_up, out, width, BLOCK: tl.constexpr):
+def _swiglu_forward(gate_up, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -49,7 +49,7 @@ def _forward(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(gate_up, grad, out, width, BLOCK: tl.constexpr):
+def _swiglu_backward(gate_up, grad, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
