@@ -1,0 +1,163 @@
+"""Dynamic context parallelism: as many ranks for a document as it needs, planned for one step. Pure data; nothing runs here.
+
+Note [Degrees]
+A short document on many ranks is cut into slivers whose keys and values travel for nothing; a long one on few ranks does not
+fit. So each micro-batch gets the smallest power of two of neighbouring ranks that holds its longest document, and enough
+that no document alone takes longer than the step would at perfect balance. Blocks of ranks nest, and larger ones go first:
+a rank then waits only for the other ranks of a block to end what they did before, and gradients meet at the end of the
+step alone. Because losses are sums over tokens, divided by the global count, it does not matter who computes which part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_megatron.context_parallel.balance import attention_pairs
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of a document, in any unit.
+
+    Args:
+        token: of a token, all matrix products of the model.
+        pair: of a query-key pair of causal attention.
+        exchange: of a token whose keys and values travel once to another rank.
+        microbatch: of a micro-batch, whatever it holds (launches).
+    """
+
+    token: float = 1.0
+    pair: float = 1e-4
+    exchange: float = 0.0
+    microbatch: float = 0.0
+
+    def of_document(self, length: int) -> float:
+        """On one rank."""
+        return self.token * length + self.pair * attention_pairs(length)
+
+    def of_microbatch(self, documents: Sequence[int], degree: int) -> float:
+        """On each of ``degree`` ranks; documents are cut zig-zag, so they share it evenly."""
+        work = sum(self.of_document(length) for length in documents) / degree
+        return work + self.exchange * sum(documents) * (degree - 1) / degree + self.microbatch
+
+
+@dataclass(frozen=True)
+class PlannedMicroBatch:
+    """What one block of ranks runs together.
+
+    Args:
+        first_rank, degree: the block: ranks ``first_rank .. first_rank + degree - 1`` of the dp x cp ranks.
+        documents: their numbers.
+        cost: time on each rank.
+    """
+
+    first_rank: int
+    degree: int
+    documents: tuple[int, ...]
+    cost: float
+
+    @property
+    def ranks(self) -> range:
+        """The block."""
+        return range(self.first_rank, self.first_rank + self.degree)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What comes of a plan: when each rank is done, how long it worked, and the end of the step."""
+
+    busy: tuple[float, ...]
+    finish: tuple[float, ...]
+
+    @property
+    def makespan(self) -> float:
+        """When the last rank is done."""
+        return max(self.finish)
+
+    @property
+    def efficiency(self) -> float:
+        """Work over ranks times makespan: 1 where nobody waits."""
+        return sum(self.busy) / (len(self.busy) * self.makespan)
+
+
+def plan_step(
+    lengths: Sequence[int], *, num_ranks: int, tokens_per_rank: int, cost: Cost = Cost(), min_degree: int = 1
+) -> list[PlannedMicroBatch]:
+    """Micro-batches of one optimizer step, in the order in which each rank runs its own.
+
+    Args:
+        lengths: tokens of each document.
+        num_ranks: dp times cp, a power of two.
+        tokens_per_rank: tokens that a rank can hold in one micro-batch.
+        cost: the time of things.
+        min_degree: least ranks of a block, a power of two; ``num_ranks`` gives static context parallelism.
+
+    Raises:
+        ValueError: ``num_ranks`` is no power of two, or a document does not fit all ranks together.
+    """
+    if num_ranks < 1 or num_ranks & (num_ranks - 1):
+        raise ValueError(f"num_ranks={num_ranks} is no power of two, so blocks of ranks do not nest; use static cp.")
+    if too_long := [length for length in lengths if not 1 <= length <= num_ranks * tokens_per_rank]:
+        raise ValueError(
+            f"a document of {too_long[0]} tokens does not fit {num_ranks} ranks of {tokens_per_rank} tokens: raise "
+            f"tokens_per_rank or the number of ranks, or cut it."
+        )
+    ideal = sum(cost.of_document(length) for length in lengths) / num_ranks
+    degrees = [max(min_degree, _degree(length, num_ranks, tokens_per_rank, cost, ideal)) for length in lengths]
+    loads, planned = [0.0] * num_ranks, []
+    for degree in sorted(set(degrees), reverse=True):
+        members = [i for i, own in enumerate(degrees) if own == degree]
+        for documents in _microbatches(members, lengths, degree, tokens_per_rank, cost, ideal):
+            time = cost.of_microbatch([lengths[i] for i in documents], degree)
+            starts = range(0, num_ranks, degree)
+            first = min(starts, key=lambda start: (max(loads[start : start + degree]), start))
+            done = max(loads[first : first + degree]) + time
+            loads[first : first + degree] = [done] * degree
+            planned.append(PlannedMicroBatch(first, degree, documents, time))
+    return planned
+
+
+def simulate_step(plan: Sequence[PlannedMicroBatch], num_ranks: int) -> Simulation:
+    """Run a plan: a block starts when all its ranks are free."""
+    busy, finish = [0.0] * num_ranks, [0.0] * num_ranks
+    for microbatch in plan:
+        done = max(finish[rank] for rank in microbatch.ranks) + microbatch.cost
+        for rank in microbatch.ranks:
+            busy[rank] += microbatch.cost
+            finish[rank] = done
+    return Simulation(tuple(busy), tuple(finish))
+
+
+def _degree(length: int, num_ranks: int, tokens_per_rank: int, cost: Cost, ideal: float) -> int:
+    degree = 1
+    while degree < num_ranks and (length > degree * tokens_per_rank or cost.of_document(length) / degree > ideal):
+        degree *= 2
+    return degree
+
+
+def _microbatches(
+    members: list[int], lengths: Sequence[int], degree: int, tokens_per_rank: int, cost: Cost, ideal: float
+) -> list[tuple[int, ...]]:
+    """Documents of one degree in micro-batches that fit, the costliest first.
+
+    A document joins the cheapest micro-batch that has room, and that does not become dearer than half of what a rank has to
+    do in all by it, so that enough pieces are left to balance with.
+    """
+    room = degree * tokens_per_rank
+    groups: list[list[int]] = []
+    tokens: list[int] = []
+    costs: list[float] = []
+    for item in sorted(members, key=lambda i: (-cost.of_document(lengths[i]), i)):
+        own = cost.of_document(lengths[item]) / degree
+        fitting = [g for g in range(len(groups)) if tokens[g] + lengths[item] <= room and costs[g] + own <= ideal / 2]
+        place = min(fitting, key=lambda g: costs[g], default=len(groups))
+        if place == len(groups):
+            groups.append([])
+            tokens.append(0)
+            costs.append(0.0)
+        groups[place].append(item)
+        tokens[place] += lengths[item]
+        costs[place] += own
+    order = sorted(range(len(groups)), key=lambda g: -costs[g])
+    return [tuple(sorted(groups[g])) for g in order]

@@ -1,0 +1,120 @@
+"""Pack documents of any length into rows of one length, so that no attention reaches from one into another.
+
+Note [Padded documents]
+Under context parallelism each document is cut into ``2 * cp`` chunks, so its length is padded to a multiple of that. Padding
+stands at a document's end, where causal attention lets no real token see it, and its labels do not count: the loss is that
+of the documents one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put items into as few bins as first-fit decreasing needs: at most 11/9 of the least number, and 1 (Dósa 2007).
+
+    Args:
+        lengths: sizes, each at least 1.
+        capacity: size of a bin.
+
+    Returns:
+        Item numbers of each bin. Items of a bin are in the order in which they were given, and so are bins by first item.
+
+    Raises:
+        ValueError: an item is longer than a bin.
+    """
+    free: list[int] = []
+    bins: list[list[int]] = []
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not 1 <= lengths[item] <= capacity:
+            raise ValueError(
+                f"document {item} has {lengths[item]} tokens, padding included, which do not fit 1 <= length <= {capacity}: "
+                f"cut it before, or give longer rows."
+            )
+        place = next((i for i, left in enumerate(free) if left >= lengths[item]), len(free))
+        if place == len(free):
+            free.append(capacity)
+            bins.append([])
+        free[place] -= lengths[item]
+        bins[place].append(item)
+    return sorted(sorted(items) for items in bins)
+
+
+class PackingCollator:
+    """A collate function: documents to packed rows.
+
+    A document is a tensor of tokens ``[n]``, or a dict with ``tokens`` and, optionally, ``labels`` ``[n]`` that are shifted
+    already; without labels each token but the last of its document predicts the next. The batch is
+
+    - ``tokens``, ``labels``: int64 ``[R, S]``, labels -100 at padding;
+    - ``cu_seqlens``: int32 ``[R, n + 1]``, borders of the documents in each row, padding included; what is left of a row
+      is a document of padding; rows with fewer documents repeat S;
+    - ``max_seqlen``: length of the longest document, an int.
+
+    R is as many rows as the documents need (no document is left out), unless ``num_rows`` says how many.
+
+    Args:
+        seq_len: S.
+        multiple_of: what each document is padded to a multiple of: ``2 * cp``; see Note [Padded documents]. S must be one.
+        num_rows: rows of each batch; those that documents do not fill are padding.
+        pad_token: token that stands at padding.
+
+    Raises:
+        ValueError: S is no multiple of ``multiple_of``; in a call: a document is longer than S, or documents need more rows.
+    """
+
+    def __init__(self, seq_len: int, *, multiple_of: int = 1, num_rows: int | None = None, pad_token: int = 0) -> None:
+        if seq_len < 1 or multiple_of < 1 or seq_len % multiple_of:
+            raise ValueError(
+                f"seq_len={seq_len} is no multiple of multiple_of={multiple_of}: documents are padded to multiples of it, and "
+                f"what is left of a row must be one too."
+            )
+        self.seq_len, self.multiple_of, self.num_rows, self.pad_token = seq_len, multiple_of, num_rows, pad_token
+
+    def __call__(self, documents: Sequence[Tensor | Mapping[str, Tensor]]) -> dict[str, Any]:
+        """Pack one batch; see the class."""
+        tokens = [document["tokens"] if isinstance(document, Mapping) else document for document in documents]
+        labels = [self._labels(document, own) for document, own in zip(documents, tokens, strict=True)]
+        sizes = [len(own) + -len(own) % self.multiple_of for own in tokens]
+        rows = first_fit_decreasing(sizes, self.seq_len)
+        if self.num_rows is not None:
+            if len(rows) > self.num_rows:
+                raise ValueError(
+                    f"{len(documents)} documents of {sum(sizes)} tokens, padding included, need {len(rows)} rows of "
+                    f"{self.seq_len}, but num_rows={self.num_rows}: give fewer documents a batch, or more rows."
+                )
+            rows += [[]] * (self.num_rows - len(rows))
+        # Few different shapes: a pipeline exchanges the shapes of hidden states anew for each new shape of a batch.
+        num_borders = -(-(max(len(row) for row in rows) + 1) // 8) * 8
+        return {
+            "tokens": torch.stack([self._row([tokens[i] for i in row], self.pad_token) for row in rows]),
+            "labels": torch.stack([self._row([labels[i] for i in row], IGNORE_INDEX) for row in rows]),
+            "cu_seqlens": torch.stack([self._borders([sizes[i] for i in row], num_borders) for row in rows]),
+            "max_seqlen": max(max(sizes, default=1), max(self.seq_len - sum(sizes[i] for i in row) for row in rows)),
+        }
+
+    @staticmethod
+    def _labels(document: Tensor | Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+        given = document.get("labels") if isinstance(document, Mapping) else None
+        return F.pad(tokens[1:], (0, 1), value=IGNORE_INDEX) if given is None else given
+
+    def _row(self, parts: list[Tensor], fill: int) -> Tensor:
+        row = torch.full((self.seq_len,), fill, dtype=torch.int64)
+        start = 0
+        for part in parts:
+            row[start : start + len(part)] = part
+            start += len(part) + -len(part) % self.multiple_of
+        return row
+
+    def _borders(self, sizes: list[int], number: int) -> Tensor:
+        borders = torch.full((number,), self.seq_len, dtype=torch.int32)
+        borders[: len(sizes) + 1] = torch.tensor([0, *sizes]).cumsum(0)
+        return borders

@@ -1,0 +1,95 @@
+"""Ranks compute equally much attention; dynamic plans hold every document once and keep ranks busy."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_megatron.context_parallel.balance import attention_pairs, imbalance, plain_pairs, zigzag_pairs
+from lightning_megatron.context_parallel.dynamic import Cost, plan_step, simulate_step
+from lightning_megatron.data.packing import first_fit_decreasing
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+@pytest.mark.parametrize("causal", [True, False])
+def test_pairs_are_those_counted_one_by_one(causal: bool, window: int | None) -> None:
+    for length in (1, 2, 7, 20):
+        pairs = [(i, j) for i in range(length) for j in range(length) if j <= i or not causal]
+        counted = sum(window is None or abs(i - j) < window for i, j in pairs)
+        assert attention_pairs(length, causal=causal, window=window) == counted
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8, 64])
+@pytest.mark.parametrize("length", [128, 4096, 131072, 1048576])
+def test_with_zigzag_the_slowest_rank_is_within_one_percent_of_the_mean(length: int, cp: int) -> None:
+    pairs = zigzag_pairs([length], cp)
+    assert sum(pairs) == attention_pairs(length)
+    assert imbalance(pairs) <= 0.01
+    assert imbalance(plain_pairs([length], cp)) > 0.45
+
+
+@pytest.mark.parametrize("cp", [2, 8])
+def test_with_a_window_the_slowest_rank_is_within_one_percent_of_the_mean(cp: int) -> None:
+    pairs = zigzag_pairs([65536], cp, window=1024)
+    assert sum(pairs) == attention_pairs(65536, window=1024)
+    assert imbalance(pairs) <= 0.01
+
+
+def test_over_a_thousand_random_packs_the_slowest_rank_is_within_five_percent_of_the_mean() -> None:
+    generator = random.Random(0)
+    for _ in range(1000):
+        cp, seq_len = generator.choice([2, 4, 8]), 8192
+        lengths = [min(seq_len, int(generator.lognormvariate(6.0, 1.2)) + 1) for _ in range(40)]
+        padded = [length + -length % (2 * cp) for length in lengths]
+        for row in first_fit_decreasing(padded, seq_len):
+            documents = [padded[i] for i in row]
+            pairs = zigzag_pairs([*documents, seq_len - sum(documents)], cp)
+            assert imbalance(pairs) <= 0.05
+
+
+def random_lengths(generator: random.Random) -> list[int]:
+    lengths = [min(131072, max(64, int(generator.lognormvariate(7.5, 1.3)))) for _ in range(256)]
+    return [generator.randint(32768, 131072), *lengths]
+
+
+COST = Cost(token=1.0, pair=4e-4, exchange=0.1, microbatch=300.0)
+
+
+def test_dynamic_plans_hold_each_document_once_and_never_more_than_fits() -> None:
+    generator = random.Random(1)
+    for _ in range(50):
+        lengths = random_lengths(generator)
+        plan = plan_step(lengths, num_ranks=8, tokens_per_rank=16384, cost=COST)
+        assert sorted(i for microbatch in plan for i in microbatch.documents) == list(range(len(lengths)))
+        for microbatch in plan:
+            assert sum(lengths[i] for i in microbatch.documents) <= microbatch.degree * 16384
+            assert microbatch.first_rank % microbatch.degree == 0
+
+
+def test_dynamic_plans_keep_ranks_busy_and_beat_static_ones() -> None:
+    generator = random.Random(2)
+    gains = []
+    for _ in range(50):
+        lengths = random_lengths(generator)
+        dynamic = simulate_step(plan_step(lengths, num_ranks=8, tokens_per_rank=16384, cost=COST), 8)
+        static = simulate_step(plan_step(lengths, num_ranks=8, tokens_per_rank=16384, cost=COST, min_degree=8), 8)
+        assert dynamic.efficiency > 0.9
+        gains.append(static.makespan / dynamic.makespan)
+    assert min(gains) > 1.0
+    assert sum(gains) / len(gains) > 1.05
+
+
+def test_a_plan_of_equal_short_documents_uses_no_block_of_ranks() -> None:
+    plan = plan_step([1000] * 64, num_ranks=4, tokens_per_rank=4000, cost=Cost())
+    assert {microbatch.degree for microbatch in plan} == {1}
+    assert simulate_step(plan, 4).efficiency == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "message"),
+    [([10], 6, "num_ranks=6 is no power of two"), ([90], 8, "a document of 90 tokens does not fit 8 ranks of 10 tokens")],
+)
+def test_plans_that_cannot_be_are_refused_with_the_numbers(lengths: list[int], num_ranks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_step(lengths, num_ranks=num_ranks, tokens_per_rank=10)
