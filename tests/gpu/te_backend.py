@@ -1,6 +1,7 @@
 """The Transformer Engine backend on a GPU: against plain torch, against fp32, and under layouts; one line a case.
 
-python tests/gpu/te_backend.py                # one rank: operations, models, twenty steps, loss curves; writes a reference
+python tests/gpu/te_backend.py reference      # losses of one rank, written to a file for the layouts
+python tests/gpu/te_backend.py                # one rank: operations, models, twenty steps, loss curves
 torchrun --no-python --nproc-per-node 2 bash tests/gpu/one_gpu_ranks.sh tests/gpu/te_backend.py      # layouts, after it
 """
 
@@ -277,6 +278,9 @@ def main() -> None:
     torch.cuda.set_device(device)
     recipes: tuple[Any, ...] = (None, "delayed", "current")
     cases: dict[str, Callable[[], str]] = {}
+    if sys.argv[1:] == ["reference"]:
+        REFERENCE.write_text(json.dumps({str(fp8): train({}, fp8) for fp8 in recipes}))
+        return
     if world_size == 1:
         cases["operations"] = partial(operations, device)
         for name, config in CONFIGS.items():
@@ -295,8 +299,6 @@ def main() -> None:
     for name, run in cases.items():
         if not wanted or any(part in name for part in wanted):
             case(name, run)
-    if world_size == 1:
-        REFERENCE.write_text(json.dumps({str(fp8): train({}, fp8) for fp8 in recipes}))
     if rank == 0:
         print(f"{len(FAILED)} failed of world size {world_size}: {FAILED}", flush=True)
     if dist.is_initialized():
