@@ -34,6 +34,7 @@ VARIANTS: dict[str, tuple[torch.dtype, dict[str, Any], float, float]] = {
     "bf16, remainders": (BF16, {"main_param": "remainder"}, 6, 10.125),
     "bf16, fp32 mains, bf16 moments": (BF16, {"state_dtype": "bf16"}, 6, 8),
     "bf16, remainders, bf16 moments": (BF16, {"main_param": "remainder", "state_dtype": "bf16"}, 6, 6.125),
+    "bf16, remainders, fp8 moments": (BF16, {"main_param": "remainder", "state_dtype": "fp8"}, 6, 5.141),
     "bf16, half on the host": (BF16, {"offload_fraction": 0.5}, 6, 6),
     "bf16, no mains": (BF16, {"main_param": "none"}, 6, 4),
     "fp32": (FP32, {}, 8, 8),

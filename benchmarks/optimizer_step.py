@@ -29,6 +29,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "remainders": ({"main_param": "remainder"}, 4 + 2 * 2.125 + 16 + 4),
     "bf16 moments": ({"state_dtype": "bf16"}, 4 + 8 + 8 + 2),
     "remainders, bf16 moments": ({"main_param": "remainder", "state_dtype": "bf16"}, 4 + 2 * 2.125 + 8 + 4),
+    "remainders, fp8 moments": ({"main_param": "remainder", "state_dtype": "fp8"}, 4 + 2 * 2.125 + 2 * (3 + 4 / 256) + 4),
     "no mains": ({"main_param": "none"}, 4 + 4 + 8),
     "fp32 mains, the optimizer's own step": ({"fused_adam": False}, 8 + 28 + 6),  # clipping, update, new parameter
 }

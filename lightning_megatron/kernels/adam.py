@@ -19,6 +19,7 @@ def _adam(
     ties_ptr,
     grad_ptr,
     exp_avg_ptr,
+    exp_avg_scale_ptr,
     exp_avg_sq_ptr,
     scale_ptr,
     rates_ptr,
@@ -34,6 +35,7 @@ def _adam(
     KIND: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_DECAY: tl.constexpr,
+    IN_FP8: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -42,6 +44,8 @@ def _adam(
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
     exp_avg = tl.load(exp_avg_ptr + at, mask=inside, other=0.0).to(tl.float32)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if IN_FP8:
+        exp_avg *= tl.load(exp_avg_scale_ptr + at // 256, mask=inside, other=1.0)
     if KIND == 2:
         high = tl.load(value_ptr + at, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
         low = tl.load(main_ptr + at, mask=inside, other=0).to(tl.int32)
@@ -61,7 +65,17 @@ def _adam(
     exp_avg = beta1 * exp_avg + rest1 * grad
     exp_avg_sq = beta2 * exp_avg_sq + rest2 * grad * grad
     main = main - rate * tl.div_rn(exp_avg, tl.sqrt_rn(exp_avg_sq) * widen + eps)
-    tl.store(exp_avg_ptr + at, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask=inside)
+    if IN_FP8:
+        blocks = tl.reshape(tl.where(inside, exp_avg, 0.0), (BLOCK // 256, 256))
+        largest = tl.div_rn(tl.max(tl.abs(blocks), axis=1), 448.0)
+        exponent = tl.maximum((largest.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23, 1)
+        block_scale = tl.where(largest == 0.0, 1.0, (exponent << 23).to(tl.float32, bitcast=True))
+        block = first // 256 + tl.arange(0, BLOCK // 256)
+        tl.store(exp_avg_scale_ptr + block, block_scale, mask=block * 256 < numel)
+        kept = tl.reshape(blocks / block_scale[:, None], (BLOCK,))
+        tl.store(exp_avg_ptr + at, kept.to(exp_avg_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(exp_avg_ptr + at, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq_ptr + at, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask=inside)
     value = main.to(value_ptr.dtype.element_ty)
     tl.store(value_ptr + at, value, mask=inside)
@@ -82,6 +96,7 @@ def adam_(
     *,
     grad: Tensor,
     exp_avg: Tensor,
+    exp_avg_scale: Tensor | None,
     exp_avg_sq: Tensor,
     scale: Tensor | None,
     rates: Tensor,
@@ -103,6 +118,7 @@ def adam_(
             value if ties is None else ties,
             grad,
             exp_avg,
+            rates if exp_avg_scale is None else exp_avg_scale,
             exp_avg_sq,
             rates if scale is None else scale,
             rates,
@@ -118,6 +134,7 @@ def adam_(
             KIND=kind,
             HAS_SCALE=scale is not None,
             HAS_DECAY=bool(weight_decay) and not decoupled,
+            IN_FP8=exp_avg_scale is not None,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 _BYTES_PER_GRADIENT = 4
 
 MainParam = Literal["fp32", "remainder", "none"]
-StateDtype = Literal["fp32", "bf16"]
+StateDtype = Literal["fp32", "bf16", "fp8"]
 GradReduceDtype = Literal["fp32", "bf16"]
 NonFinitePolicy = Literal["raise", "skip", "ignore"]
 
@@ -26,7 +26,8 @@ class DistributedOptimizerConfig:
         main_param: what the optimizer updates for 16-bit parameters, where the precision asks for main parameters:
             ``fp32`` copies; the ``remainder`` of a bf16 parameter to the same fp32 value, bit for bit, at 1.875 bytes less;
             ``none``, the 16-bit values themselves.
-        state_dtype: what fp32 states of the optimizer are kept in between steps. ``bf16`` halves moments, rounded to nearest.
+        state_dtype: what fp32 states of the optimizer are kept in between steps. ``bf16`` halves moments, rounded to nearest;
+            ``fp8``, for torch's Adam and AdamW, keeps the first one in 8 bits with a scale for every 256, the second in bf16.
         offload_fraction: the part of main parameters and optimizer states, 0 to 1, that is kept in host memory.
         fused_adam: step torch's Adam and AdamW in one pass over memory; ``None``: on CUDA, where it is faster. Results differ
             from the optimizer's own step by rounding in fp32.

@@ -279,7 +279,7 @@ class DistributedOptimizer:
 
     @contextmanager
     def main_values(self) -> Iterator[None]:
-        """Inside the ``with`` block every ``shard.main`` holds its values, which may be changed: to save or restore them."""
+        """Inside the ``with`` block every ``shard.main`` and every state holds its values, to save or restore them."""
         stores = self._cut.stores
         empty = self._shown = {main: main.detach() for main in stores}
         for main, store in stores.items():
@@ -287,7 +287,8 @@ class DistributedOptimizer:
         if self._cut.on_host and self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)  # copies to the host may still be running
         try:
-            yield
+            with self._stepper.wide_states():
+                yield
         finally:
             self._shown = {}
             for main, store in stores.items():

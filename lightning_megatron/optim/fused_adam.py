@@ -9,7 +9,8 @@ The optimizer stays the user's: its groups, its state and its step hooks are as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,10 +18,13 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import kernels
+from lightning_megatron.optim import float8
+from lightning_megatron.optim.config import StateDtype
 from lightning_megatron.optim.mains import MainStore, RemainderStore
 from lightning_megatron.optim.remainder import Remainder
 from lightning_megatron.optim.shards import Shard
 
+_SCALE = "exp_avg_scale"
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -35,6 +39,7 @@ class AdamUpdate(Protocol):
         *,
         grad: Tensor,
         exp_avg: Tensor,
+        exp_avg_scale: Tensor | None,
         exp_avg_sq: Tensor,
         scale: Tensor | None,
         rates: Tensor,
@@ -52,6 +57,7 @@ class AdamUpdate(Protocol):
             ties: one bit an element, ``[n / 8]`` bytes, see ``optim/remainder.py``.
             grad: the gradient in fp32.
             exp_avg: first moment.
+            exp_avg_scale: scales of a first moment in 8 bits, see ``optim/float8.py``.
             exp_avg_sq: second moment.
             scale: what the gradient is multiplied by first (0-dim fp32).
             rates: ``[2]`` fp32: 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t).
@@ -80,7 +86,7 @@ class FusedAdam:
         optimizer: see ``is_plain_adam``.
         shards: the shards to step, with the range of the parameter buffer and of the gradient buffer of each.
         stores: where main values are kept that the optimizer does not hold.
-        state_dtype: what moments of fp32 values are kept in.
+        state_dtype: what moments of fp32 values are kept in: ``fp32``, ``bf16`` or, the first one, ``fp8``.
     """
 
     def __init__(
@@ -89,9 +95,10 @@ class FusedAdam:
         shards: Sequence[tuple[Shard, Tensor, Tensor]],
         *,
         stores: Mapping[Tensor, MainStore],
-        state_dtype: torch.dtype,
+        state_dtype: StateDtype,
     ) -> None:
-        self._optimizer, self._state_dtype = optimizer, state_dtype
+        self._optimizer, self._in_fp8 = optimizer, state_dtype == "fp8"
+        self._wide_dtype = torch.float32 if state_dtype == "fp32" else torch.bfloat16
         self._places: dict[Tensor, tuple[Tensor, Tensor]] = {shard.main: (value, gradient) for shard, value, gradient in shards}
         self._prepared: list[_Ready] | None = None
         self._rests: dict[Tensor, Remainder] = {
@@ -157,6 +164,7 @@ class FusedAdam:
                     "ties": rest.ties if rest is not None else None,
                     "grad": gradient,
                     "exp_avg": state["exp_avg"],
+                    "exp_avg_scale": state.get(_SCALE),
                     "exp_avg_sq": state["exp_avg_sq"],
                 }
             )
@@ -164,17 +172,34 @@ class FusedAdam:
         return _Ready(betas, shards, steps, _rates(steps, betas, mains[0].device) if mains else torch.empty(0, 2))
 
     def _state(self, main: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's state of a shard, as its first step would make it, its moments in our dtype."""
+        """The optimizer's state of a shard, as its first step would make it, its moments in our dtypes."""
         state: dict[str, Any] = self._optimizer.state[main]
-        dtype = self._state_dtype if main.dtype == torch.float32 else main.dtype
+        dtype = self._wide_dtype if main.dtype == torch.float32 else main.dtype
         place = main.device if group.get("fused") else torch.device("cpu")
         state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device=place)
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
                 state[name] = torch.zeros(main.shape, dtype=dtype, device=main.device)
-            elif state[name].dtype != dtype:
+            elif state[name].dtype not in (dtype, float8.DTYPE):
                 state[name] = state[name].to(dtype)
+        if self._in_fp8 and _SCALE not in state:
+            state["exp_avg"], state[_SCALE] = float8.narrowed(state["exp_avg"])
         return state
+
+    @contextmanager
+    def wide_states(self) -> Iterator[None]:
+        """Inside the ``with`` block first moments in 8 bits are fp32 tensors without scales."""
+        for main in self._places if self._in_fp8 else ():
+            state = self._optimizer.state.get(main, {})
+            if _SCALE in state:
+                state["exp_avg"] = float8.widened(state["exp_avg"], state.pop(_SCALE))
+        try:
+            yield
+        finally:
+            for main in self._places if self._in_fp8 else ():
+                state = self._optimizer.state.get(main, {})
+                if "exp_avg" in state:
+                    state["exp_avg"], state[_SCALE] = float8.narrowed(state["exp_avg"])
 
 
 @dataclass(frozen=True)
@@ -217,6 +242,7 @@ def plain_update(
     *,
     grad: Tensor,
     exp_avg: Tensor,
+    exp_avg_scale: Tensor | None,
     exp_avg_sq: Tensor,
     scale: Tensor | None,
     rates: Tensor,
@@ -232,11 +258,16 @@ def plain_update(
     grad = grad.float() if scale is None else grad.float() * scale
     if weight_decay and not decoupled:
         grad = grad + weight_decay * wide
-    first = exp_avg.float().mul_(betas[0]).add_(grad * (1.0 - betas[0]))
+    first = exp_avg.float() if exp_avg_scale is None else float8.widened(exp_avg, exp_avg_scale)
+    first = first * betas[0] + grad * (1.0 - betas[0])
     second = exp_avg_sq.float().mul_(betas[1]).add_(grad * grad * (1.0 - betas[1]))
     wide.mul_(1.0 - lr * weight_decay if decoupled else 1.0)
     wide.sub_(lr * rates[0] * first / (second.sqrt() * rates[1] + eps))
-    exp_avg.copy_(first)
+    if exp_avg_scale is None:
+        exp_avg.copy_(first)
+    else:
+        for kept, new in zip((exp_avg, exp_avg_scale), float8.narrowed(first), strict=True):
+            kept.copy_(new)
     exp_avg_sq.copy_(second)
     if rest is not None:
         rest.split(wide, value, 0, value.numel())

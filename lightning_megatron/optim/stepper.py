@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ class Stepper:
         config: how values are kept.
         device: where parameters are.
 
+    Raises:
+        ValueError: states in 8 bits of an optimizer that is not stepped here.
+
     Attributes:
         reads_buffer: gradients are read from the gradient buffer, and multiplied by the factor that ``step`` is given.
         writes_values: the new parameters are in the parameter buffer after a step; nobody needs to copy them.
@@ -34,17 +38,24 @@ class Stepper:
         self, optimizer: torch.optim.Optimizer, cut: Cut, *, config: DistributedOptimizerConfig, device: torch.device
     ) -> None:
         self._optimizer = optimizer
-        state_dtype = torch.bfloat16 if config.state_dtype == "bf16" else torch.float32
-        wanted = runs_on(device) if config.fused_adam is None else config.fused_adam
+        in_fp8 = config.state_dtype == "fp8"
+        wanted = runs_on(device) or in_fp8 if config.fused_adam is None else config.fused_adam
         self.reads_buffer = self.writes_values = wanted and not cut.gathered and is_plain_adam(optimizer, cut.shards)
+        if in_fp8 and (not self.reads_buffer or cut.on_host):
+            raise ValueError(
+                f"state_dtype='fp8' is for torch's own Adam and AdamW, fused and on the device; this is "
+                f"{type(optimizer).__name__} with fused_adam={config.fused_adam} and "
+                f"offload_fraction={config.offload_fraction}. Use state_dtype='bf16'."
+            )
         self._fused: FusedAdam | None = None
         in_pieces = cut.shards
         if self.reads_buffer:
             places = zip(cut.shards, cut.values, cut.gradients, strict=True)
             here = [place for place in places if place[0].main not in cut.on_host]
-            self._fused = FusedAdam(optimizer, here, stores=cut.stores, state_dtype=state_dtype)
+            self._fused = FusedAdam(optimizer, here, stores=cut.stores, state_dtype=config.state_dtype)
             in_pieces = [shard for shard in cut.shards if shard.main in cut.on_host]
         self._pieces: PieceStepper | None = None
+        state_dtype = torch.bfloat16 if config.state_dtype == "bf16" else torch.float32
         if in_pieces and (cut.stores or cut.on_host or state_dtype != torch.float32):
             self._pieces = PieceStepper(optimizer, in_pieces, stores=cut.stores, state_dtype=state_dtype, on_host=cut.on_host)
         held = {shard.main for shard in in_pieces}
@@ -54,6 +65,10 @@ class Stepper:
         """Do what a step needs beforehand, while the device is busy. Nothing need be said."""
         if self._fused is not None:
             self._fused.prepare()
+
+    def wide_states(self) -> AbstractContextManager[None]:
+        """Inside the ``with`` block states are tensors as any optimizer would have them: to save or restore them."""
+        return nullcontext() if self._fused is None else self._fused.wide_states()
 
     def step(self, factor: torch.Tensor | None, **kwargs: Any) -> None:
         """Step on everything.

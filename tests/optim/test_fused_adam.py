@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.optim import DistributedOptimizer, DistributedOptimizerConfig
+from lightning_megatron.optim import DistributedOptimizer, DistributedOptimizerConfig, float8
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.testing import run_distributed
 
@@ -95,7 +95,7 @@ def remainders(state_dtype: str) -> None:
     assert all(torch.equal(a, b) for some, others in zip(found, copies, strict=True) for a, b in zip(some, others, strict=True))
 
 
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "fp8"])
 def test_fused_steps_on_remainders_are_bit_equal_to_those_on_fp32_copies(state_dtype: str) -> None:
     remainders(state_dtype)
 
@@ -141,3 +141,51 @@ def test_options_that_a_fused_step_does_not_know_are_left_to_the_optimizer() -> 
         config = DistributedOptimizerConfig(fused_adam=True)
         sharded = DistributedOptimizer(optimizer, net.named_parameters(), mesh=Mesh(), config=config)
         assert not sharded._stepper.reads_buffer
+
+
+@pytest.mark.parametrize("numel", [1, 256, 1000])
+def test_8_bit_values_stay_what_they_are_when_they_are_widened_and_narrowed(numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    wide = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-30, 20, (numel,), generator=generator)
+    wide[::7] = 0.0
+    narrow, scales = float8.narrowed(wide)
+    again, scales_again = float8.narrowed(float8.widened(narrow, scales))
+    assert torch.equal(float8.widened(narrow, scales), float8.widened(again, scales_again))
+    error = (float8.widened(narrow, scales) - wide).abs()
+    limit = wide.abs() / 16 + scales.repeat_interleave(256)[:numel] * 2.0**-10
+    assert (error <= limit).all()
+
+
+def test_a_first_moment_in_8_bits_trains_nearly_as_one_in_bf16_does() -> None:
+    wide = train("adamw", 30, state_dtype="bf16", fused_adam=True)
+    narrow = train("adamw", 30, state_dtype="fp8")
+    start = train("adamw", 1, state_dtype="bf16", fused_adam=True)
+    moved = torch.cat([(a - b).float().flatten() for a, b in zip(wide[-1], start[0], strict=True)])
+    apart = torch.cat([(a - b).float().flatten() for a, b in zip(narrow[-1], wide[-1], strict=True)])
+    assert apart.norm() < 0.1 * moved.norm()
+
+
+def test_states_in_8_bits_are_fp32_tensors_while_they_are_saved() -> None:
+    net = Net(torch.bfloat16)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    config = DistributedOptimizerConfig(state_dtype="fp8")
+    sharded = DistributedOptimizer(optimizer, net.named_parameters(), mesh=Mesh(), config=config)
+    net(torch.ones(1, 11).bfloat16()).sum().backward()
+    sharded.reduce_gradients()
+    sharded.finish_gradients(num_tokens=None)
+    sharded.step()
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float8_e4m3fn}
+    before = [float8.widened(state["exp_avg"], state["exp_avg_scale"]) for state in optimizer.state.values()]
+    with sharded.main_values():
+        for state in optimizer.state.values():
+            assert state["exp_avg"].dtype == torch.float32
+            assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    after = [float8.widened(state["exp_avg"], state["exp_avg_scale"]) for state in optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_states_in_8_bits_of_another_optimizer_are_refused_by_name() -> None:
+    net = Net(torch.bfloat16)
+    config = DistributedOptimizerConfig(state_dtype="fp8")
+    with pytest.raises(ValueError, match="SGD"):
+        DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), mesh=Mesh(), config=config)
