@@ -196,7 +196,7 @@ def test_main_values_are_read_anew_after_a_weights_only_load_and_can_be_restored
     ("name", "value"),
     [
         ("main_param", "fp64"),
-        ("state_dtype", "fp8"),
+        ("state_dtype", "int8"),
         ("offload_fraction", 1.5),
         ("offload_fraction", -0.1),
         ("grad_reduce_dtype", "fp16"),
