@@ -18,8 +18,10 @@ The kept gradient has gone through the hooks of the product's output, which a di
 
 Note [What I lets go]
 Of what the forward saved, W needs the waiting products' part. I must keep the graph, and with it autograd would keep all
-of the rest; so before I every saved tensor is put into a ``_Held``. What W does not need is let go by its first use, which
-is the only one that torch's own nodes make, or when its node, if that is a Function's, has run.
+of the rest; so before I every saved tensor is put into a ``Held``. What W does not need is let go by its first use, which
+is the only one that torch's own nodes make, or when its node, if that is a Function's, has run. Saved-tensor hooks of the
+forward's that hold their tensors in a ``Held`` too change nothing; what is behind other hooks (an activation checkpoint's)
+is left alone.
 """
 
 from __future__ import annotations
@@ -47,18 +49,23 @@ _BYTES_AT_ONCE = 1 << 28  # weight gradients that W holds before it adds them
 
 
 @dataclass(eq=False)
-class _Held:
-    """A saved tensor that can be let go. See Note [What I lets go]."""
+class Held:
+    """A saved tensor that can be let go, as saved-tensor hooks keep it. See Note [What I lets go]."""
 
     tensor: Tensor | None
     is_used_once: bool = False
 
     def get(self) -> Tensor:
+        """The tensor; for ``is_used_once`` the only time."""
         tensor = self.tensor
         assert tensor is not None, "a saved tensor was let go before its last use"
         if self.is_used_once:
-            self.tensor = None
+            self.let_go()
         return tensor
+
+    def let_go(self) -> None:
+        """It is not used again."""
+        self.tensor = None
 
 
 @dataclass(eq=False)
@@ -259,12 +266,12 @@ def _saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _hold_saved(nodes: Iterable[Node]) -> tuple[dict[Node, list[_Held]], set[Node]]:
+def _hold_saved(nodes: Iterable[Node]) -> tuple[dict[Node, list[Held]], set[Node]]:
     """Put what the nodes saved into holders; and the nodes whose saved tensors somebody else's hooks hold."""
-    holders: dict[Node, list[_Held]] = {}
+    holders: dict[Node, list[Held]] = {}
     foreign = set()
     for node in nodes:
-        mine: list[_Held] = []
+        mine: list[Held] = []
         for name in _saved_names(type(node)):
             saved = getattr(node, name)
             for one in saved if isinstance(saved, (tuple, list)) else (saved,):
@@ -274,20 +281,24 @@ def _hold_saved(nodes: Iterable[Node]) -> tuple[dict[Node, list[_Held]], set[Nod
     return holders, foreign
 
 
-def _hold(saved: Any, holders: list[_Held]) -> bool:
-    def pack(tensor: Tensor) -> _Held:
-        holders.append(_Held(tensor))
+def _hold(saved: Any, holders: list[Held]) -> bool:
+    def pack(tensor: Tensor) -> Held:
+        holders.append(Held(tensor))
         return holders[-1]
 
     try:
         if saved is not None:
-            saved.register_hooks(pack, _Held.get)
+            saved.register_hooks(pack, Held.get)
     except RuntimeError as error:
-        return "already been set" not in str(error)  # else nothing was saved
+        if "already been set" not in str(error):
+            return True  # nothing was saved
+        if not isinstance(saved.data, Held):
+            return False
+        holders.append(saved.data)
     return True
 
 
-def _let_go_once_used(holders: dict[Node, list[_Held]], needed: set[Node]) -> list[RemovableHandle]:
+def _let_go_once_used(holders: dict[Node, list[Held]], needed: set[Node]) -> list[RemovableHandle]:
     """Make the next run of the nodes let go of what they saved, except for the needed ones. The hooks are to be removed."""
     hooks: list[RemovableHandle] = []
     for node, held in holders.items():
@@ -301,10 +312,10 @@ def _let_go_once_used(holders: dict[Node, list[_Held]], needed: set[Node]) -> li
     return hooks
 
 
-def _emptier(held: list[_Held]) -> Callable[..., None]:
+def _emptier(held: list[Held]) -> Callable[..., None]:
     def empty(*_: Any) -> None:
         for one in held:
-            one.tensor = None
+            one.let_go()
 
     return empty
 

@@ -67,7 +67,7 @@ def check_options(
         _check_schedule(schedule, placement, num_microbatches, f"num_microbatches={num_microbatches}")
 
 
-def refuse_later(*, backend: str, plan: object, recompute: object, checkpoint: object) -> None:
+def refuse_later(*, backend: str, plan: object, checkpoint: object) -> None:
     """Refuse options whose capability is yet to come, unless they are neutral.
 
     Raises:
@@ -80,9 +80,8 @@ def refuse_later(*, backend: str, plan: object, recompute: object, checkpoint: o
             "plan=... is not there yet in this version: modules of plain nn.Linear layers stay whole on each tensor-parallel "
             "rank. Build the model from lightning_megatron.tensor_parallel layers, or leave plan=None."
         )
-    for name, value in (("recompute", recompute), ("checkpoint", checkpoint)):
-        if value is not None:
-            raise ValueError(f"{name}={value!r} is not there yet in this version; leave {name}=None.")
+    if checkpoint is not None:
+        raise ValueError(f"checkpoint={checkpoint!r} is not there yet in this version; leave checkpoint=None.")
 
 
 def check_fp8(module: LightningModule, fp8: Fp8Options | None) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_megatron.comm import broadcast
 from lightning_megatron.initialize import materialize
+from lightning_megatron.layers.recompute import Recompute, recompute
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.pipeline.executor import PipelineExecutor
@@ -34,6 +35,7 @@ class PreparedModule:
         convert: casts parameters to the precision's dtype, in place.
         context: entered around each forward (autocast).
         seed: for first values of parameters.
+        recomputed: which activations are computed again in the backward.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class PreparedModule:
         convert: Callable[[nn.Module], nn.Module],
         context: Callable[[], AbstractContextManager[None]],
         seed: int,
+        recomputed: Recompute | None = None,
     ) -> None:
         self.module, self.mesh = module, mesh
         parallelism = mesh.parallelism
@@ -52,6 +55,7 @@ class PreparedModule:
         _share_first_values(module, mesh)
         self.placement = Placement(parallelism.pp, parallelism.vpp, parallelism.placement)
         self.aliases: dict[str, str] = {}
+        recompute(module, recomputed)  # while layers of all ranks are here, so that a name that fits none is found
         self._model = require_pipeline_model(module, parallelism) if parallelism.pp > 1 else None
         self.parts = self._cut(self._model, parallelism)
         convert(module)
@@ -84,9 +88,16 @@ class PreparedModule:
             f"load the weights from a checkpoint."
         )
 
-    def renew(self, *, convert: Callable[[nn.Module], nn.Module], context: Callable[[], AbstractContextManager[None]]) -> None:
+    def renew(
+        self,
+        *,
+        convert: Callable[[nn.Module], nn.Module],
+        context: Callable[[], AbstractContextManager[None]],
+        recomputed: Recompute | None = None,
+    ) -> None:
         """Run under another Trainer from now on, possibly in another precision."""
         convert(self.module)
+        recompute(self.module, recomputed, is_whole=self._model is None)
         self.executor = self._new_executor(context)
 
     def _new_executor(self, context: Callable[[], AbstractContextManager[None]]) -> PipelineExecutor:

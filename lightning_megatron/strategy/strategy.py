@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_megatron.comm import all_reduce
 from lightning_megatron.layers.backend import Backend
 from lightning_megatron.layers.choice import BackendName, choose_backend, use_backend
+from lightning_megatron.layers.recompute import Recompute
 from lightning_megatron.layers.te_backend import scales_of
 from lightning_megatron.mesh import DEFAULT_TIMEOUT, use_mesh
 from lightning_megatron.metrics import MetricSync
@@ -78,7 +79,9 @@ class MegatronStrategy(SteppingStrategy):
         backend: what our models' layers are built of: ``te`` for Transformer Engine, ``torch`` for plain torch with this
             project's kernels, ``auto`` for Transformer Engine where there is a GPU, the package and a 16-bit precision.
         plan: how to cut a model of plain ``nn.Linear`` layers. Only ``None`` in this version.
-        recompute: which activations are recomputed in the backward. Only ``None`` in this version.
+        recompute: activations that the backward computes again: ``full`` (each layer), ``selective`` (norms and activations
+            of feed-forward blocks), a list of names (``norm``, ``mlp_act``, ``attention_core``, ``mlp``, ``layer``, patterns
+            such as ``layers.*.mlp``), or ``Recompute("full", every=2)`` for every n-th layer. See docs/memory.md.
         optimizer: how gradients are laid out and reduced.
         checkpoint: options of checkpoint writing. Only ``None`` in this version.
         start_method: how processes start on one machine: ``popen`` runs the script once for each rank, ``spawn`` and
@@ -115,7 +118,7 @@ class MegatronStrategy(SteppingStrategy):
         order: str = DEFAULT_ORDER,
         backend: BackendName = "auto",
         plan: dict[str, str] | None = None,
-        recompute: str | list[str] | None = None,
+        recompute: str | list[str] | Recompute | None = None,
         optimizer: DistributedOptimizerConfig | None = None,
         checkpoint: None = None,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
@@ -125,7 +128,8 @@ class MegatronStrategy(SteppingStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        refuse_later(backend=backend, plan=plan, recompute=recompute, checkpoint=checkpoint)
+        refuse_later(backend=backend, plan=plan, checkpoint=checkpoint)
+        self._recompute = Recompute.of(recompute)
         self._backend_name = backend
         self._backend: Backend | None = None
         self._schedule = frozen(schedule)
@@ -254,11 +258,18 @@ class MegatronStrategy(SteppingStrategy):
         scales = scales_of(module)
         earlier = PreparedModule.of(module)
         if earlier is not None and earlier.mesh is self.mesh:
-            earlier.renew(convert=precision.convert_module, context=precision.forward_context)
+            earlier.renew(
+                convert=precision.convert_module, context=precision.forward_context, recomputed=self._recompute
+            )
             self._prepared = earlier
         else:
             self._prepared = PreparedModule(
-                module, self.mesh, convert=precision.convert_module, context=precision.forward_context, seed=seed
+                module,
+                self.mesh,
+                convert=precision.convert_module,
+                context=precision.forward_context,
+                seed=seed,
+                recomputed=self._recompute,
             )
             print_layout(self._prepared, Console())
         precision.use_scales(scales, partial(all_reduce, axis=self.mesh.world, op=ReduceOp.MAX), self.root_device)

@@ -97,7 +97,7 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pp": 2, "schedule": "interleaved"}, ["'interleaved'", "vpp >= 2", "vpp=1"]),
         ({"backend": "te"}, ["'te'", "not there yet", "'torch'"]),
         ({"plan": {"q": "column"}}, ["plan=", "not there yet", "plan=None"]),
-        ({"recompute": "full"}, ["'full'", "not there yet", "recompute=None"]),
+        ({"recompute": []}, ["recompute=[]", "names no module", "full, selective, layer"]),
         ({"checkpoint": {"async_save": True}}, ["async_save", "not there yet", "checkpoint=None"]),
         ({"micro_batch_size": 2, "num_microbatches": 4}, ["micro_batch_size=2", "num_microbatches=4", "one of them"]),
         ({"micro_batch_size": 0}, ["micro_batch_size=0", "1 or more"]),
