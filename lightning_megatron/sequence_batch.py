@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -140,8 +141,10 @@ class SequenceCutter:
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, shard_batch: ShardBatch | None = None) -> None:
-        own = getattr(module, "shard_batch", None)
-        self._shard: ShardBatch = shard_batch or own or (lambda batch, cut: cut(batch))
+        own = shard_batch or getattr(module, "shard_batch", None)
+        if own is None and mesh.cp.size > 1:
+            _check_knows_layouts(module, mesh)
+        self._shard: ShardBatch = own or (lambda batch, cut: cut(batch))
         self._module, self._mesh = module, mesh
         self._multiple = 2 * mesh.cp.size * (mesh.tp.size if mesh.sequence_parallel else 1)
         self._has_checked = False
@@ -175,6 +178,20 @@ class SequenceCutter:
         finally:
             for model in models:
                 del model._step_named
+
+
+def _check_knows_layouts(module: nn.Module, mesh: Mesh) -> None:
+    """Refuse models whose attention would see a rank's own part of a sequence and take it for the whole."""
+    for model in (child for child in module.modules() if isinstance(child, PipelineModel)):
+        methods = [*(getattr(model, name, None) for name in ("context", "first", "last")), *model.layers]
+        functions = [method.forward if isinstance(method, nn.Module) else method for method in methods if callable(method)]
+        if any("sequence_layout" in signature(function).parameters for function in functions):
+            return
+    raise ValueError(
+        f"cp={mesh.cp.size} cuts sequences, but {type(module).__name__} holds no model that asks how they lie: a PipelineModel "
+        f"with an argument sequence_layout, such as GPT. Attention of its own would see one rank's tokens alone. Set cp=1; or, "
+        f"if no layer looks at other tokens, say so with MegatronStrategy(shard_batch=lambda batch, cut: cut(batch))."
+    )
 
 
 def joined(output: Any, layout: SequenceLayout | None, axis: Axis) -> Any:

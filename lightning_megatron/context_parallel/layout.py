@@ -58,7 +58,7 @@ class SequenceLayout:
 
     def borders(self, device: torch.device) -> Tensor:
         """``cu_seqlens``, made up where each row is one document: int64 ``[1 or B, n + 1]``."""
-        return torch.tensor([[0, self.length]], device=device) if self.cu_seqlens is None else self.cu_seqlens
+        return torch.arange(2, device=device)[None] * self.length if self.cu_seqlens is None else self.cu_seqlens
 
     def index(self, rank: int, device: torch.device) -> Tensor:
         """Natural indexes of the tokens that a rank holds, in the order it holds them: ``[1 or B, S / size]``."""

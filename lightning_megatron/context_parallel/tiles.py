@@ -165,8 +165,9 @@ class Tiling:
         def borders(scale: int) -> Tensor:
             return self._cached(("borders", scale), lambda: _end_to_end(layout, scale, parts))
 
-        longest = layout.longest
-        return Lengths(borders(q_scale), borders(k_scale), -(-longest * q_scale // parts), -(-longest * k_scale // parts))
+        # Kernels turn a single query around, with another form of result; one more is as good a bound.
+        max_q, max_k = (max(2, -(-layout.longest * scale // parts)) for scale in (q_scale, k_scale))
+        return Lengths(borders(q_scale), borders(k_scale), max_q, max_k)
 
     def _cached(self, key: tuple[str, int], make: Callable[[], Tensor]) -> Tensor:
         cache, full_key = self.layout.cache, (self.layout.size, *key)

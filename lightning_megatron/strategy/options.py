@@ -208,6 +208,11 @@ def check_module(module: LightningModule, parallelism: Parallelism) -> None:
             f"{name} uses manual optimization, which cannot be cut into pipeline stages (pp={parallelism.pp}): "
             f"set self.automatic_optimization = True, or pp=1."
         )
+    if parallelism.cp > 1 and not module.automatic_optimization:
+        raise ValueError(
+            f"{name} uses manual optimization, whose batches are not cut over context-parallel ranks (cp={parallelism.cp}): "
+            f"set self.automatic_optimization = True, or cp=1."
+        )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise ValueError(

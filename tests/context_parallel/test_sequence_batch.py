@@ -223,6 +223,47 @@ def test_a_cut_that_was_not_called_is_refused() -> None:
         assert "did not call cut(...)" in message
 
 
+class Foreign(L.LightningModule):
+    """A model that knows nothing of cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(67, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.embedding(batch["tokens"]).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Manual(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(Foreign, "Foreign holds no model that asks how they lie"), (Manual, "Manual uses manual optimization")],
+)
+def test_modules_that_would_not_see_the_whole_sequence_are_refused(make: Callable[[], Any], message: str) -> None:
+    for found in run_distributed(lambda: failing(make, {"cp": 2}), 2):
+        assert message in found
+
+
+def test_a_module_without_attention_may_say_that_it_needs_no_other_tokens() -> None:
+    def weights(options: dict[str, Any]) -> Tensor:
+        module = Foreign()
+        trainer_of(options).fit(module, DataLoader(rows(length=8), batch_size=4))
+        return module.embedding.weight.detach()
+
+    (expected,) = run_distributed(lambda: weights({}), 1)
+    options = {"cp": 2, "shard_batch": lambda batch, cut: cut(batch)}
+    for found in run_distributed(lambda: weights(options), 2):
+        torch.testing.assert_close(found, expected)
+
+
 def test_heads_that_do_not_divide_are_refused_before_anything_runs() -> None:
     with pytest.raises(ValueError, match=r"8 query heads .* do not divide over the 3 context-parallel ranks"):
         GPTModule(LLAMA_GQA).check_parallelism(MegatronStrategy(cp=3, cp_comm="a2a").parallelism)
