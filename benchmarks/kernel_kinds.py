@@ -23,7 +23,7 @@ _KINDS = (
 
 
 def table_of(profile: Any, *, longest: int = 16) -> str:
-    """Milliseconds by kind, the time in which no kernel ran, and the longest kernels.
+    """Milliseconds by kind, the time in which no kernel ran, the longest kernels and the longest gaps.
 
     Args:
         profile: a ``torch.profiler.profile`` of one step, with CUDA activity.
@@ -44,11 +44,16 @@ def table_of(profile: Any, *, longest: int = 16) -> str:
         kinds[kind] += (end - start) / 1e3
         names[name[:100]] += (end - start) / 1e3
         counts[name[:100]] += 1
-    busy, edge = 0.0, min(start for _, start, _ in spans)
+    busy, edge, before = 0.0, min(start for _, start, _ in spans), ""
     whole = max(end for *_, end in spans) - edge
-    for start, end in sorted((start, end) for _, start, end in spans):
-        busy, edge = busy + max(0.0, end - max(start, edge)), max(edge, end)
+    gaps: list[tuple[float, str]] = []
+    for start, end, name in sorted((start, end, name) for name, start, end in spans):
+        gaps.append(((start - edge) / 1e3, f"{before[:50]} -> {name[:50]}"))
+        busy = busy + max(0.0, end - max(start, edge))
+        edge, before = max(edge, end), name
     rows = [f"{kind:16s} {time:9.2f} ms {1e5 * time / whole:5.1f} %" for kind, time in kinds.most_common()]
     rows.append(f"{'idle':16s} {(whole - busy) / 1e3:9.2f} ms {100 * (1 - busy / whole):5.1f} %   of {whole / 1e3:.2f} ms")
     rows += [f"  {time:8.2f} ms {counts[name]:5d} x {name}" for name, time in names.most_common(longest)]
+    rows += [f"  {time:8.2f} ms idle between {where}" for time, where in sorted(gaps, reverse=True)[:8]]
+    rows.append(f"  {sum(time for time, _ in gaps if 0 < time < 0.05):8.2f} ms idle in gaps below 0.05 ms")
     return "\n".join(rows)

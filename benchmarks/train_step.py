@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-with contextlib.suppress(ImportError, OSError):
-    import transformer_engine.pytorch  # noqa: F401  (it must come before torch loads its own cuDNN)
+if "torch" not in sys.argv:  # torch's own cuDNN is faster; once that is loaded Transformer Engine cannot be
+    with contextlib.suppress(ImportError, OSError):
+        import transformer_engine.pytorch  # noqa: F401
 
 import lightning as L
 import torch

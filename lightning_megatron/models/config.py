@@ -43,6 +43,8 @@ class GPTConfig:
         qk_norm: normalise queries and keys, a head at a time, before the rotation.
         label_smoothing: share of the target spread over the vocabulary.
         z_loss: weight of the squared log-sum-exp in the loss.
+        loss_chunks: make logits and losses of this many chunks of tokens in turn, and again in the backward, so that the
+            logits of all tokens are never held. The head costs a third more.
         init_std: standard deviation of first weights; of those that write to the residual stream, divided by
             ``sqrt(2 * num_layers)``.
         vocab_multiple: the vocabulary is padded to a multiple of this and of tp (padding is never saved or counted).
@@ -75,6 +77,7 @@ class GPTConfig:
     qk_norm: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    loss_chunks: int = 1
     init_std: float = 0.02
     vocab_multiple: int = 128
 
@@ -91,7 +94,7 @@ class GPTConfig:
             raise ValueError(f"head_dim={self.head_size} is odd: rotary embeddings turn pairs; make it even.")
 
     def _check_sizes(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len", "vocab_multiple"):
+        for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len", "vocab_multiple", "loss_chunks"):
             _check_size(name, getattr(self, name))
         for name in ("num_kv_heads", "ffn_hidden_size", "head_dim", "sliding_window"):
             if getattr(self, name) is not None:

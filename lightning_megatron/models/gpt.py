@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import sqrt
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from lightning_megatron.mesh import Mesh, current_mesh, inside_strategy
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.pipeline.model import PipelineModel
 from lightning_megatron.sharding import Init
+from lightning_megatron.tensor_parallel.chunked_loss import chunked_cross_entropy
 from lightning_megatron.tensor_parallel.cross_entropy import gather_logits, vocab_parallel_cross_entropy
 from lightning_megatron.tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_logits
 
@@ -168,26 +170,29 @@ class GPT(PipelineModel):
         """
         config, tp = self.config, self._mesh.tp
         hidden = self.final_norm(hidden)
-        logits = vocab_logits(hidden, self.embedding.weight, self._mesh) if self.head is None else self.head(hidden)
         if labels is None:
-            return gather_logits(logits[: context.seq_len], tp=tp, vocab_size=config.vocab_size)
+            return gather_logits(self._logits(hidden)[: context.seq_len], tp=tp, vocab_size=config.vocab_size)
         if tuple(labels.shape) != (hidden.shape[1], context.seq_len):
             raise ValueError(
                 f"labels have shape {tuple(labels.shape)}, tokens {(hidden.shape[1], context.seq_len)}: give one each."
             )
         # The labels are padded, not the logits cut: the backward of a cut would copy the largest tensor of the model.
         padded = F.pad(labels, (0, context.padded_len - context.seq_len), value=IGNORE_INDEX)
-        losses = vocab_parallel_cross_entropy(
-            logits,
-            padded.t(),
-            tp=tp,
-            vocab_size=config.vocab_size,
-            label_smoothing=config.label_smoothing,
-            z_loss=config.z_loss,
-            ignore_index=IGNORE_INDEX,
-            reuse_logits=True,
-        )
+        options: dict[str, Any] = {"label_smoothing": config.label_smoothing, "z_loss": config.z_loss}
+        options |= {"vocab_size": config.vocab_size, "ignore_index": IGNORE_INDEX}
+        if config.loss_chunks > 1:
+            weight = self.embedding.weight if self.head is None else self.head.weight
+            options |= {"mesh": self._mesh, "num_chunks": config.loss_chunks}
+            losses = chunked_cross_entropy(hidden, weight, padded.t(), **options)
+        else:
+            losses = vocab_parallel_cross_entropy(self._logits(hidden), padded.t(), tp=tp, reuse_logits=True, **options)
         return losses.t()[:, : context.seq_len]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if self.head is None:
+            return vocab_logits(hidden, self.embedding.weight, self._mesh)
+        logits: Tensor = self.head(hidden)
+        return logits
 
 
 def shift_labels(tokens: Tensor, ignore_index: int = IGNORE_INDEX, *, cu_seqlens: Tensor | None = None) -> Tensor:

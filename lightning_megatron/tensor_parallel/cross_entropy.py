@@ -52,17 +52,8 @@ def vocab_parallel_cross_entropy(
         ValueError: shapes that do not match, fewer columns than V, or ``label_smoothing`` out of range.
         RuntimeError: a label is neither in ``[0, V)`` nor ``ignore_index`` (on CUDA a device-side assertion, raised later).
     """
-    columns = logits.shape[-1]
-    if logits.shape[:-1] != labels.shape:
-        raise ValueError(f"logits {tuple(logits.shape)} need labels {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}.")
-    if columns * tp.size < vocab_size:
-        raise ValueError(f"{columns} columns on each of tp={tp.size} ranks hold fewer than vocab_size={vocab_size} words.")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1.")
-    valid = labels != ignore_index
-    inside = (labels >= 0) & (labels < vocab_size)
-    torch._assert_async((inside | ~valid).all(), f"a label is neither in [0, {vocab_size}) nor ignore_index={ignore_index}.")
     terms = Terms(tp, vocab_size, label_smoothing, z_loss, reuse_logits)
+    valid = check_loss(tuple(logits.shape), labels, terms, ignore_index=ignore_index)
     losses: Tensor = _CrossEntropy.apply(logits, labels, valid, terms)  # type: ignore[no-untyped-call]
     return losses
 
@@ -85,6 +76,26 @@ class Terms:
     def num_real(self, columns: int) -> int:
         """How many of this rank's columns are words; the rest is padding."""
         return max(0, min(columns, self.vocab_size - self.tp.rank * columns))
+
+
+def check_loss(shape: tuple[int, ...], labels: Tensor, terms: Terms, *, ignore_index: int) -> Tensor:
+    """Check labels ``[..]`` against logits of ``shape`` ``[.., V_padded/tp]``; returns which labels count. Waits for nothing.
+
+    Raises:
+        ValueError: shapes that do not match, fewer columns than V, or ``label_smoothing`` out of range.
+        RuntimeError: a label is neither in ``[0, V)`` nor ``ignore_index`` (on CUDA a device-side assertion, raised later).
+    """
+    columns, tp, vocab_size = shape[-1], terms.tp, terms.vocab_size
+    if shape[:-1] != tuple(labels.shape):
+        raise ValueError(f"logits {shape} need labels {shape[:-1]}, got {tuple(labels.shape)}.")
+    if columns * tp.size < vocab_size:
+        raise ValueError(f"{columns} columns on each of tp={tp.size} ranks hold fewer than vocab_size={vocab_size} words.")
+    if not 0.0 <= terms.label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing={terms.label_smoothing} must lie between 0 and 1.")
+    valid = labels != ignore_index
+    inside = (labels >= 0) & (labels < vocab_size)
+    torch._assert_async((inside | ~valid).all(), f"a label is neither in [0, {vocab_size}) nor ignore_index={ignore_index}.")
+    return valid
 
 
 class _CrossEntropy(torch.autograd.Function):

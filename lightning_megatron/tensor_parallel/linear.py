@@ -245,7 +245,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def outside_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A backward may run inside an autocast region that its forward was not in: use the dtypes as they are."""
     return nullcontext() if _autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
@@ -314,7 +314,7 @@ class _ColumnLinear(torch.autograd.Function):
         def gather() -> _Pending:
             return _start_all_gather(x, axis) if sequence_parallel else _Pending(x)
 
-        with _without_autocast(grad):
+        with outside_autocast(grad):
             rows = grad.reshape(-1, grad.shape[-1])
             gathering = gather() if needs_weight and not waits(ctx) else None
             if needs_x:
@@ -339,7 +339,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 def _weight_gradient(rows: Tensor, x: Tensor) -> Tensor:
     """``[N, out], [.., in] -> [out, in]``. See Note [A weight gradient that waits]."""
-    with _without_autocast(rows):
+    with outside_autocast(rows):
         return rows.t() @ x.reshape(-1, x.shape[-1])
 
 
@@ -351,7 +351,7 @@ def add_weight_gradient(total: Tensor, rows: Tensor, x: Tensor) -> None:
         rows: gradients of the layer's output.
         x: the layer's input.
     """
-    with _without_autocast(rows):
+    with outside_autocast(rows):
         x = x.reshape(-1, x.shape[-1])
         if total.dtype == rows.dtype:
             total.addmm_(rows.t(), x)

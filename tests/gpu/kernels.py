@@ -246,6 +246,14 @@ def speed() -> None:
         "product (gate and up) into its sum": (lambda: add_weight_gradient(wide, rows, x), 0),
         "copy": (lambda: act.clone(), 2 * n * f * 2),
     }
+    for block in (2048, 4096, 8192, 16384, 32768):
+        cross_entropy._FORWARD_BLOCK = block
+        time = milliseconds(lambda: cross_entropy.local_stats(logits, ids, mine, num_real=v, sums=False))
+        print(f"cross entropy forward, block {block:6d} {time:7.3f} ms", flush=True)
+    for programs in (2, 4, 8, 16):
+        norm._PROGRAMS_PER_SM = programs
+        time = milliseconds(lambda: norm.rms_norm_backward(d, y, summed=x, weight=w, scales=scales))
+        print(f"norm backward, {programs} programs a SM {time:7.3f} ms", flush=True)
     for name, (run, num_bytes) in cases.items():
         time = milliseconds(run)
         print(f"{name:40s} {time:7.3f} ms {num_bytes / time / 1e6:7.0f} GB/s", flush=True)
