@@ -18,7 +18,7 @@ the module gets an object of its own; the object says what it stands for, so tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MethodType
@@ -32,7 +32,7 @@ from lightning_megatron.layers.core_attention import CoreAttention
 from lightning_megatron.layers.dropping import DroppedOutputs
 from lightning_megatron.layers.mlp import MLP, GatedMLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
-from lightning_megatron.layers.te_backend.modules import FusedColumnLinear, NarrowRMSNorm
+from lightning_megatron.layers.te_backend.modules import FusedColumnLinear, FusedGatedMLP, FusedMLP, NarrowRMSNorm
 from lightning_megatron.pipeline.model import PipelineModel
 
 PRESETS: dict[str, tuple[str, ...]] = {"full": ("layer",), "selective": ("norm", "mlp_act")}
@@ -40,6 +40,7 @@ NAMES = ("layer", "mlp", "mlp_act", "norm", "attention_core")
 _NORMS = (RMSNorm, LayerNorm, nn.LayerNorm, nn.RMSNorm)
 _ACTIVATIONS = (nn.GELU, nn.SiLU, nn.Mish)  # they keep their input; one that keeps its output has nothing to drop
 _MLPS = (MLP, GatedMLP)
+_FUSED_MLPS = (FusedMLP, FusedGatedMLP)  # the activation is part of the linear behind it
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,14 @@ class _Dropped(_Instead):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.__wrapped__(*args, **kwargs)
+        again: Callable[..., Any] = self.__wrapped__
+        if isinstance(self.module, RMSNorm):
+            again = MethodType(RMSNorm.forward, self.module)  # which hands nothing over to anyone
         if isinstance(result, Tensor):
-            self.outputs.drop(result, partial(self.__wrapped__, **kwargs), args)
+            self.outputs.drop(result, partial(again, **kwargs), args)
         elif isinstance(self.module, RMSNorm):
             summed, normed = result  # the sum is kept for what goes on with it, so nothing else need be
-            self.outputs.drop(normed, self.__wrapped__, (summed,))
+            self.outputs.drop(normed, again, (summed,))
         return result
 
 
@@ -215,10 +219,20 @@ def undo(module: nn.Module) -> None:
                 child.__dict__["forward"] = instead.inner
         if isinstance(child, _MLPS) and isinstance(child._activation, _DroppedActivation):
             child._activation = child._activation.activation
+        if isinstance(child, _FUSED_MLPS):
+            _activate_again(child, False)
+        if isinstance(child, FusedColumnLinear) and child.job.given is not None:
+            child.job.given.slot = child.job.input_slot
+
+
+def _activate_again(mlp: Any, again: bool) -> None:
+    mlp.down.job = replace(mlp.down.job, activates_again=again)
 
 
 def _drop(module: nn.Module, outputs: DroppedOutputs) -> None:
-    if isinstance(module, _MLPS):
+    if isinstance(module, _FUSED_MLPS):
+        _activate_again(module, True)
+    elif isinstance(module, _MLPS):
         module._activation = _DroppedActivation(module._activation, outputs)
     else:
         _Dropped(module, outputs).put()

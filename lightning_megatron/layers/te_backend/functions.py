@@ -85,6 +85,7 @@ class Job:
         epoch: changes whenever weights may have changed.
         record: whether this is training, whose magnitudes later steps should know.
         activation: before a row layer.
+        activates_again: make the activation again for the weight's gradient instead of keeping it.
         given: where a column layer's input may be, instead of in its argument.
         handoff: between a row layer and the column layer before it: the gradient of what lies between.
     """
@@ -98,6 +99,7 @@ class Job:
     epoch: int = 0
     record: bool = True
     activation: Activation | None = None
+    activates_again: bool = False
     given: Handoff | None = field(default=None, compare=False)
     handoff: Handoff | None = field(default=None, compare=False)
 
@@ -181,7 +183,8 @@ class RowLinear(torch.autograd.Function):
             narrow = ops.activate_quantized(rows, job.activation, job.input_slot, record=job.record)
         partial = ops.product(job.weight(weight), narrow, None, x).view(*x.shape[:-1], -1)
         ctx.job, ctx.shape = job, x.shape
-        kept = ops.keep_columns(narrow) if ctx.needs_input_grad[1] else None
+        keeps = ctx.needs_input_grad[1] and not (job.activates_again and job.activation is not None)
+        kept = ops.keep_columns(narrow) if keeps else None
         _save(ctx, None if job.activation is None else rows, weight, kept)
         return reduce_scatter(partial, job.axis, dim=0) if job.sequence_parallel else all_reduce(partial, job.axis)
 
@@ -204,6 +207,8 @@ class RowLinear(torch.autograd.Function):
             grad_x = grad_x.view(ctx.shape)
         grad_weight = None
         if ctx.needs_input_grad[1]:
+            if kept is None and job.activation is not None:
+                kept = ops.keep_columns(ops.activate_quantized(rows, job.activation, job.input_slot, record=False))
             grad_weight = now_or_later(
                 ctx,
                 lambda: ops.weight_gradient(kept, narrow, weight),
