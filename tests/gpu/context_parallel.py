@@ -1,0 +1,303 @@
+"""Context parallelism on CUDA: one line a case.
+
+python tests/gpu/context_parallel.py                # tiles of every form in fused kernels against fp32, rank by rank; speed
+python tests/gpu/context_parallel.py reference      # one rank through the Trainer, written to a file for the layouts
+torchrun --no-python --nproc-per-node 2 bash tests/gpu/one_gpu_ranks.sh tests/gpu/context_parallel.py      # layouts, after it
+torchrun --no-python --nproc-per-node 4 bash tests/gpu/one_gpu_ranks.sh tests/gpu/context_parallel.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+with contextlib.suppress(ImportError, OSError):  # it must come before torch loads its own cuDNN
+    import transformer_engine.pytorch  # noqa: F401
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.context_parallel.block import BlockAttention, Kernel, merge
+from lightning_megatron.context_parallel.layout import SequenceLayout
+from lightning_megatron.context_parallel.parts import add, put, take
+from lightning_megatron.context_parallel.tiles import Pattern, Tile, Tiling
+from lightning_megatron.data.packing import PackingCollator
+from tests.parity import harness
+from tests.parity.harness import Outcome
+
+REFERENCE = Path(tempfile.gettempdir()) / "context_parallel_reference.pt"
+FAILED: list[str] = []
+HEADS, KV_HEADS, SIZE, ROWS, LENGTH = 8, 2, 64, 2, 1024
+BORDERS = [[0, 256, 256, 640, LENGTH], [0, LENGTH, LENGTH, LENGTH, LENGTH]]
+
+
+def report(name: str, passed: bool, text: str) -> None:
+    FAILED.extend([] if passed else [name])
+    print(f"{'passed' if passed else 'FAILED'} {name:58s} {text}", flush=True)
+
+
+def case(name: str, run: Callable[[], None]) -> None:
+    try:
+        run()
+    except Exception as error:
+        report(name, False, f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        traceback.print_exc(limit=4)
+
+
+# One process: each rank's tiles in turn
+
+
+def ring_of_all(tensors: list[Tensor], layout: SequenceLayout, pattern: Pattern, block: BlockAttention) -> list[Tensor]:
+    """Output and gradients of every rank of a ring, computed tile by tile on this one, in natural order, fp32."""
+    q, k, v, grad = tensors
+    found = [torch.zeros(tensor.shape, device="cuda") for tensor in (q, q, k, v)]
+    index = [layout.index(rank, q.device) for rank in range(layout.size)]
+    for rank in range(layout.size):
+        tiling = Tiling(layout.over(layout.size, rank), pattern, q.device)
+        sources = [(rank - step) % layout.size for step in range(layout.size)]
+        tiles = [tiling.ring(source) for source in sources]
+        keys = [(take(k, index[source]), take(v, index[source])) for source in sources]
+        own, own_grad = take(q, index[rank]), take(grad, index[rank])
+        parts = [block.forward(take(own, t.q), take(a, t.k), take(b, t.k), t) for t, (a, b) in zip(tiles, keys, strict=True)]
+        out, lse, _ = parts[0]
+        for tile, (part, part_lse, _) in zip(tiles[1:], parts[1:], strict=True):
+            merged = merge(take(out, tile.q), take(lse, tile.q), part, part_lse)
+            put(out, tile.q, merged[0])
+            put(lse, tile.q, merged[1])
+        put(found[0], index[rank], out)
+        own_found = torch.zeros(own.shape, device="cuda")
+        for source, tile, (a, b), part in zip(sources, tiles, keys, parts, strict=True):
+            grads = block.backward(
+                take(own_grad, tile.q),
+                take(own, tile.q),
+                take(a, tile.k),
+                take(b, tile.k),
+                out=take(out, tile.q).to(q.dtype),
+                lse=take(lse, tile.q),
+                tile=tile,
+                random=part[2],
+            )
+            add(own_found, tile.q, grads[0])
+            for total, share in zip(found[2:], grads[1:], strict=True):
+                there = torch.zeros(a.shape, device="cuda")
+                add(there, tile.k, share)
+                add(total, index[source], there)
+        put(found[1], index[rank], own_found)
+    return found
+
+
+def gathered_of_all(tensors: list[Tensor], layout: SequenceLayout, pattern: Pattern, block: BlockAttention) -> list[Tensor]:
+    """The same for keys and values that each rank has gathered."""
+    q, k, v, grad = tensors
+    found = [torch.zeros(tensor.shape, device="cuda") for tensor in (q, q, k, v)]
+    for rank in range(layout.size):
+        tiling = Tiling(layout.over(layout.size, rank), pattern, q.device)
+        index = layout.index(rank, q.device)
+        own, own_grad = take(q, index), take(grad, index)
+        own_out, own_found = torch.zeros(own.shape, device="cuda"), torch.zeros(own.shape, device="cuda")
+        for tile in tiling.gathered():
+            out, lse, random = block.forward(take(own, tile.q), take(k, tile.k), take(v, tile.k), tile)
+            put(own_out, tile.q, out)
+            given = (take(own_grad, tile.q), take(own, tile.q), take(k, tile.k), take(v, tile.k))
+            grads = block.backward(*given, out=out.to(q.dtype), lse=lse, tile=tile, random=random)
+            put(own_found, tile.q, grads[0].float())
+            add(found[2], tile.k, grads[1])
+            add(found[3], tile.k, grads[2])
+        put(found[0], index, own_out)
+        put(found[1], index, own_found)
+    return found
+
+
+def check_tiles() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    narrow = [torch.randn(LENGTH, ROWS, n, SIZE, device="cuda", generator=generator).bfloat16() for n in heads]
+    wide = [tensor.float() for tensor in narrow]
+    patterns = {"causal": Pattern(), "full": Pattern(causal=False), "window": Pattern(window=100)}
+    for packed in (False, True):
+        borders = torch.tensor(BORDERS, device="cuda") if packed else None
+        for name, pattern in patterns.items():
+            one = SequenceLayout(LENGTH, LENGTH, cu_seqlens=borders)
+            exact = gathered_of_all(wide, one, pattern, BlockAttention(kernel="math"))
+            for size in (1, 2, 4):
+                for way, run in (("ring", ring_of_all), ("gathered", gathered_of_all)):
+                    for kernel in ("math", "flash", "cudnn"):
+                        layout = SequenceLayout(LENGTH, LENGTH, size, 0, borders)
+                        title = f"{way} cp{size} {name}{' packed' if packed else ''} {kernel}"
+                        given = wide if kernel == "math" else narrow
+                        tolerance = 2e-4 if kernel == "math" else 2e-2
+                        case(title, lambda: compare(title, run(given, layout, pattern, block_of(kernel)), exact, tolerance))  # noqa: B023
+
+
+def block_of(kernel: str) -> BlockAttention:
+    chosen: Kernel = kernel  # type: ignore[assignment]
+    return BlockAttention(kernel=chosen)
+
+
+def compare(title: str, found: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True)]
+    finite = all(bool(torch.isfinite(tensor).all()) for tensor in found)
+    report(
+        title,
+        finite and max(errors) < tolerance,
+        " ".join(f"{n} {e:.1e}" for n, e in zip(["o", "q", "k", "v"], errors, strict=True)),
+    )
+
+
+def check_speed() -> None:
+    """Milliseconds of one rank's step of a ring over 4 ranks, llama-8b heads, 32k tokens: forward and backward of a tile."""
+    layout, device = SequenceLayout(32768, 32768, 4, 1), torch.device("cuda")
+    tensors = [torch.randn(8192, 1, n, 128, device=device, dtype=torch.bfloat16) for n in (32, 8, 8, 32)]
+    for name, source in (("own", 1), ("earlier", 0), ("later", 2)):
+        tile = Tiling(layout, Pattern(), device).ring(source)
+        for kernel in ("flash", "cudnn"):
+            case(f"speed {name} {kernel}", lambda: time_tile(f"speed {name} {kernel}", tensors, tile, block_of(kernel)))  # noqa: B023
+
+
+def time_tile(title: str, tensors: list[Tensor], tile: Tile, block: BlockAttention) -> None:
+    q, k, v, grad = take(tensors[0], tile.q), take(tensors[1], tile.k), take(tensors[2], tile.k), take(tensors[3], tile.q)
+    out, lse, random = block.forward(q, k, v, tile)
+    times = []
+    for run in (
+        lambda: block.forward(q, k, v, tile),
+        lambda: block.backward(grad, q, k, v, out=out.to(q.dtype), lse=lse, tile=tile, random=random),
+    ):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for repeat in range(8):
+            if repeat == 3:
+                start.record()
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 5)
+    report(title, True, f"forward {times[0]:.2f} ms, backward {times[1]:.2f} ms")
+
+
+# Layouts, through the Trainer
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "ffn_hidden_size": 512, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 512}
+CONFIG = replace(harness.LLAMA_GQA, **SIZES)
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one rank": {}},
+    2: {
+        "cp2 p2p": {"cp": 2},
+        "cp2 all_gather": {"cp": 2, "cp_comm": "all_gather"},
+        "cp2 a2a": {"cp": 2, "cp_comm": "a2a"},
+    },
+    4: {
+        "cp4 p2p": {"cp": 4},
+        "cp4 all_gather": {"cp": 4, "cp_comm": "all_gather"},
+        "cp4 a2a": {"cp": 4, "cp_comm": "a2a"},
+        "cp4 a2a+p2p": {"cp": 4, "cp_comm": "a2a+p2p"},
+        "cp2 tp2": {"cp": 2, "tp": 2},
+        "cp2 pp2": {"cp": 2, "pp": 2, "micro_batch_size": 2},
+        "cp2 dp2": {"cp": 2},
+    },
+}
+RUNS = (("32-true", "torch"), ("bf16-mixed", "torch"), ("bf16-mixed", "te"))
+
+
+@contextlib.contextmanager
+def longer_samples() -> Iterator[None]:
+    before = harness.SAMPLES, harness.SEQUENCE
+    harness.SAMPLES, harness.SEQUENCE = 8, 512
+    yield
+    harness.SAMPLES, harness.SEQUENCE = before
+
+
+def documents() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(8, 500, (16,), generator=generator).tolist()
+    return [dict(zip(("tokens", "labels"), torch.randint(67, (2, n), generator=generator), strict=True)) for n in lengths]
+
+
+def trained(options: dict[str, Any], precision: str, *, packed: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses and norms of one step of SGD, and the change of every parameter where it is in fp32."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    trainer_options = {"devices": 1 if torch.cuda.device_count() == 1 else world, "num_nodes": 1}
+    trainer_options["num_nodes"] = world // trainer_options["devices"]
+    if not packed:
+        with longer_samples():
+            outcome = harness.strategy_run(
+                CONFIG,
+                options,
+                optimizer="sgd",
+                precision=precision,
+                steps=1,
+                accelerator="gpu",
+                trainer_options=trainer_options,
+            )
+    else:
+        outcome = packed_run(options, precision, trainer_options)
+    changes = {name: outcome.final[name] - start for name, start in outcome.initial.items()} if precision == "32-true" else {}
+    return outcome.losses, outcome.norms, changes
+
+
+def packed_run(options: dict[str, Any], precision: str, trainer_options: dict[str, Any]) -> Outcome:
+    L.seed_everything(harness.SEED, verbose=False)
+    strategy, module = MegatronStrategy(**options), harness.ParityModule(CONFIG, optimizer="sgd", dtype=torch.float32)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(strategy=strategy, accelerator="gpu", precision=precision, max_steps=1, **quiet, **trainer_options)  # type: ignore[arg-type]
+    samples = documents()
+    loader = DataLoader(samples, batch_size=16 // strategy.dp_size, collate_fn=PackingCollator(512, multiple_of=8))  # type: ignore[arg-type]
+    trainer.fit(module, loader)
+    return Outcome(module.initial, strategy.full_state_dict(), module.losses, module.norms)
+
+
+def check_layout(title: str, found: Any, expected: Any, tolerance: float, *, losses: bool) -> None:
+    loss = abs(found[0][0] / expected[0][0] - 1) if losses else 0.0
+    norm = abs(found[1][0] / expected[1][0] - 1)
+    errors = [float((found[2][n] - c).abs().max() / c.abs().max().clamp(min=1e-12)) for n, c in expected[2].items()]
+    change = max(errors, default=0.0)
+    text = f"loss {loss:.1e} norm {norm:.1e} change {change:.1e}"
+    report(title, max(loss, norm) < tolerance and change < 100 * tolerance, text)
+
+
+def main() -> None:
+    """Run what the arguments and the number of ranks say."""
+    warnings.filterwarnings("ignore")
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if world == 1 and "reference" not in sys.argv:
+        check_tiles()
+        check_speed()
+    else:
+        expected = {} if world == 1 else torch.load(REFERENCE, weights_only=False)
+        for name, layout in CASES[world].items():
+            for precision, backend in RUNS:
+                for packed in (False, True):
+                    title = f"{name} {precision} {backend}{' packed' if packed else ''}"
+                    faulthandler.dump_traceback_later(90)  # a hang shows where it hangs
+                    try:
+                        found = trained({**layout, "backend": backend}, precision, packed=packed)
+                    except Exception as error:
+                        report(title, False, f"{type(error).__name__}: {error}"[:300])
+                        traceback.print_exc(limit=6)
+                        continue
+                    if world == 1:
+                        expected[precision, packed] = expected.get((precision, packed), found)
+                    if rank == 0:
+                        tolerance = 2e-5 if precision == "32-true" else 2e-2
+                        check_layout(title, found, expected[precision, packed], tolerance, losses="dp2" not in name)
+        faulthandler.cancel_dump_traceback_later()
+        if world == 1:
+            torch.save(expected, REFERENCE)
+    if rank == 0:
+        print(f"{len(FAILED)} failed: {FAILED}", flush=True)
+    sys.exit(bool(FAILED))
+
+
+if __name__ == "__main__":
+    main()
