@@ -17,9 +17,10 @@ Outside of a split backward, for parameters without a sum, this changes nothing.
 Note [Sums of gradients]
 An optimizer that keeps gradients in buffers of its own sets ``param.grad`` to a view of one and opens it as the parameter's
 sum. What adds to it does as ``AccumulateGrad`` does, hooks on the parameter's accumulation included, but in one pass and in
-the sum's own (wider) dtype. It leaves the work to autograd where that would do something else: ``grad`` has been taken off or
-replaced, the parameter has hooks that want its gradient, a cast or a view lies between the parameter and the Function, or
-the running pass (``torch.autograd.grad``) does not add to this parameter.
+the sum's own (wider) dtype. While ``grad`` is ``None`` the sum is zero, whatever it holds: the first gradient is written
+over it, which saves clearing and reading it. A Function leaves the work to autograd where that would do something else:
+``grad`` has been replaced, the parameter has hooks that want its gradient, a cast or a view lies between the parameter and
+the Function, or the running pass (``torch.autograd.grad``) does not add to this parameter.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Sum:
     """What hangs on a parameter: not to be saved with it."""
 
     def __init__(self, total: Tensor) -> None:
-        self.total = total
+        self.total, self.is_used = total, False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -49,7 +50,9 @@ class _Sum:
 
 def open_sum(param: nn.Parameter, total: Tensor) -> None:
     """Let Functions add the parameter's gradient to ``total``, which is its ``grad``. See Note [Sums of gradients]."""
-    setattr(param, _SUM, _Sum(total))
+    before: _Sum | None = getattr(param, _SUM, None)
+    if before is None or before.total is not total:
+        setattr(param, _SUM, _Sum(total))
     _hooks_run_without_gradient()  # looked up here, outside of any backward
 
 
@@ -63,10 +66,27 @@ def sum_of(param: Tensor) -> Tensor | None:
     found: _Sum | None = getattr(param, _SUM, None)
     if found is None or param._backward_hooks or (param.grad is not None and param.grad is not found.total):
         return None
-    if param.grad is None:  # zeroed, as ``zero_grad`` does it
-        found.total.zero_()
-        param.grad = found.total
     return found.total
+
+
+def is_summed(param: Tensor) -> bool:
+    """Whether a Function has added to the parameter's sum before, so that ``grad = None`` empties it."""
+    found: _Sum | None = getattr(param, _SUM, None)
+    return found is not None and found.is_used
+
+
+def _add(param: Tensor, add: Callable[[Tensor], Any], put: Callable[[Tensor], Any] | None) -> None:
+    """Add a gradient to the parameter's sum, which is open."""
+    found: _Sum = getattr(param, _SUM)
+    found.is_used = True
+    if param.grad is not None:
+        add(found.total)
+        return
+    if put is not None:
+        put(found.total)
+    else:
+        add(found.total.zero_())
+    param.grad = found.total
 
 
 @cache
@@ -96,22 +116,28 @@ def _run_hooks(param: Tensor) -> None:
         hook(param)
 
 
-def now_or_later(ctx: Any, compute: Callable[[], Tensor], *, add: Callable[[Tensor], Any] | None = None) -> Tensor | None:
+def now_or_later(
+    ctx: Any,
+    compute: Callable[[], Tensor],
+    *,
+    add: Callable[[Tensor], Any] | None = None,
+    put: Callable[[Tensor], Any] | None = None,
+) -> Tensor | None:
     """The gradient of the weight, or ``None`` if it has been added to the parameter's sum or was asked to wait.
 
     Args:
         ctx: of the ``Function`` whose ``weight_input`` says which gradient this is.
         compute: what it takes to make the gradient. It holds all that it needs; the rest of what was saved may be freed.
-        add: adds the gradient to a tensor of its shape, in place of ``compute``. Either is called once, now or later.
+        add: adds the gradient to a tensor of its shape, in place of ``compute``. One of them is called once, now or later.
+        put: writes the gradient over a tensor of its shape, whatever that holds; without it the tensor is zeroed for ``add``.
     """
     waiting: list[Compute] | None = getattr(ctx, _LATER, None)
     param = None if add is None else _parameter(ctx, type(ctx)._forward_cls.weight_input, is_certain=waiting is not None)
 
     def make() -> Tensor | None:
-        total = None if param is None else sum_of(param)
-        if add is None or param is None or total is None:
+        if add is None or param is None or sum_of(param) is None:
             return compute()
-        add(total)
+        _add(param, add, put)
         if waiting is not None or not _hooks_run_without_gradient():
             _run_hooks(param)
         return None
@@ -122,19 +148,19 @@ def now_or_later(ctx: Any, compute: Callable[[], Tensor], *, add: Callable[[Tens
     return None
 
 
-def added_to_sum(ctx: Any, place: int, add: Callable[[Tensor], Any]) -> bool:
+def added_to_sum(ctx: Any, place: int, add: Callable[[Tensor], Any], *, put: Callable[[Tensor], Any] | None = None) -> bool:
     """Add a gradient that never waits to the parameter's sum, if it has one that is open.
 
     Args:
         ctx: of the ``Function``.
         place: of the parameter among the tensors that ``apply`` got.
         add: adds the gradient to a tensor of its shape.
+        put: writes it over such a tensor, see ``now_or_later``.
     """
     param = _parameter(ctx, place, is_certain=False)
-    total = None if param is None else sum_of(param)
-    if param is None or total is None:
+    if param is None or sum_of(param) is None:
         return False
-    add(total)
+    _add(param, add, put)
     if not _hooks_run_without_gradient():
         _run_hooks(param)
     return True

@@ -156,7 +156,9 @@ class _AddNorm(torch.autograd.Function):
 
 def _given_weight_gradient(ctx: Any, gradient: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Add the gradient to the weight's sum, unrounded, or give it to autograd in the weight's dtype."""
-    if not ctx.needs_input_grad[1] or added_to_sum(ctx, 1, lambda total: total.add_(gradient)):
+    if not ctx.needs_input_grad[1]:
+        return None
+    if added_to_sum(ctx, 1, lambda total: total.add_(gradient), put=lambda total: total.copy_(gradient)):
         return None
     return gradient.to(dtype)
 

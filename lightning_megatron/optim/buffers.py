@@ -5,7 +5,7 @@ Each parameter's ``grad`` is preset to its view of the flat gradient buffer, and
 backward does (weight_gradients.py), which saves the pass over memory. For 16-bit parameters the buffer is fp32, which
 ``Tensor.grad_dtype`` (torch 2.11 and later) lets ``grad`` be; on older ones a hook adds the finished gradient. Whatever
 replaces ``grad`` meanwhile (``zero_grad``, a double backward) is noticed by identity and brought back into the buffer before
-it is reduced.
+it is reduced. ``None`` means zero, as torch has it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_megatron.comm import all_gather_single, reduce_scatter_single
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.layout import BucketPlan, ParamSlot, plan_buckets, shard_range
 from lightning_megatron.sharding import sharding_of
-from lightning_megatron.weight_gradients import close_sum, open_sum
+from lightning_megatron.weight_gradients import close_sum, is_summed, open_sum
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
@@ -53,14 +53,23 @@ class GradientSlot:
             self.view.copy_(self.param.grad.detach())  # a backward with create_graph left a graph on it
         self.param.grad = self.view
 
-    def clear(self) -> None:
-        """Point ``grad`` at the buffer: after the caller has zeroed it, or to show what ``hide`` hid."""
+    @property
+    def is_summed(self) -> bool:
+        """Whether layers add to the view themselves, so that it need not be zeroed: ``empty``."""
+        return is_summed(self.param)
+
+    def empty(self) -> None:
+        """Count as zero whatever the buffer holds: the first gradient is written over it, or ``collect`` zeroes it."""
+        self.param.grad = None
+
+    def show(self) -> None:
+        """Point ``grad`` at the buffer: after the caller has zeroed it, or to undo ``hide``."""
         if self._hook is None:
             self.param.grad = self.view
             open_sum(self.param, self.view)
 
     def hide(self, *, collect: bool) -> None:
-        """Take the gradient off the parameter until ``clear`` shows it again; no reduction may start meanwhile."""
+        """Take the gradient off the parameter until ``show`` puts it back; no reduction may start meanwhile."""
         if collect:
             self.collect()
         if self._hook is None:
@@ -189,9 +198,13 @@ class Bucket:
         """Zero the gradients and begin a new step."""
         self.wait_reduce()
         self._launched = False
-        self.gradients.zero_()
+        kept = [slot for slot in self.slots if not slot.is_summed]
+        if len(kept) == len(self.slots):
+            self.gradients.zero_()
+        elif kept:
+            torch._foreach_zero_([slot.view for slot in kept])
         for slot in self.slots:
-            slot.clear()
+            slot.empty() if slot.is_summed else slot.show()
 
     def hide(self) -> None:
         """Take the gradients off the parameters until ``show``."""
@@ -201,7 +214,7 @@ class Bucket:
     def show(self) -> None:
         """Undo ``hide``."""
         for slot in self.slots:
-            slot.clear()
+            slot.show()
 
     def release(self) -> None:
         """Detach the parameters from the gradient buffer; their values stay where they are."""

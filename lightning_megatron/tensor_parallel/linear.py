@@ -331,6 +331,7 @@ class _ColumnLinear(torch.autograd.Function):
                     ctx,
                     lambda: _weight_gradient(rows, whole()),
                     add=lambda total: add_weight_gradient(total, rows, whole()),
+                    put=lambda total: put_weight_gradient(total, rows, whole()),
                 )
             if needs_bias:
                 grad_bias = rows.sum(0)
@@ -359,3 +360,15 @@ def add_weight_gradient(total: Tensor, rows: Tensor, x: Tensor) -> None:
             torch.addmm(total, rows.t(), x, out_dtype=torch.float32, out=total)
         else:
             total.add_(rows.t() @ x)
+
+
+def put_weight_gradient(total: Tensor, rows: Tensor, x: Tensor) -> None:
+    """Write ``rows^T x`` over ``total``, whatever that holds. Arguments as for ``add_weight_gradient``."""
+    with outside_autocast(rows):
+        x = x.reshape(-1, x.shape[-1])
+        if total.dtype == rows.dtype:
+            torch.mm(rows.t(), x, out=total)
+        elif rows.is_cuda and total.dtype == torch.float32:
+            torch.mm(rows.t(), x, out_dtype=torch.float32, out=total)
+        else:
+            total.copy_(rows.t() @ x)
