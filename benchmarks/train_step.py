@@ -134,7 +134,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     strategy = MegatronStrategy(
         tp=options.tp, pp=options.pp, vpp=options.vpp, cp=options.cp, micro_batch_size=options.mbs, **backend
     )
-    fp8 = {"fp8": options.fp8} if options.fp8 else {}
+    fp8 = {"fp8": options.fp8, "fp8_head": options.fp8_head} if options.fp8 else {}
     trainer = L.Trainer(
         strategy=strategy,
         plugins=[MegatronPrecision("bf16-mixed", **fp8)],
@@ -159,7 +159,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     rate = options.gbs * options.seq / seconds / world
     flops = rate * config.flops_per_token(options.seq)
-    layout = {name: getattr(options, name) for name in ("tp", "pp", "vpp", "cp", "seq", "mbs", "gbs", "fp8", "backend")}
+    names = ("tp", "pp", "vpp", "cp", "seq", "mbs", "gbs", "fp8", "fp8_head", "backend")
+    layout = {name: getattr(options, name) for name in names}
     if trainer.global_rank == 0 and clock.profile is not None:
         print(table_of(clock.profile), flush=True)
     return {
@@ -197,6 +198,7 @@ def main() -> None:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--fp8", default="", help="delayed, current, blockwise")
+    parser.add_argument("--fp8-head", action="store_true", help="the vocabulary head in 8 bits as well, which the peer has not")
     parser.add_argument("--backend", default="", help="torch, te or auto; the strategy's own choice if not given")
     parser.add_argument("--config", default="{}", help="further fields of GPTConfig, as JSON")
     parser.add_argument("--bar", action="store_true", help="show the progress bar")

@@ -80,7 +80,7 @@ class MegatronPrecision(Precision):
         loss_scale: how the scale of fp16 moves; by default from 2**16, with hysteresis 2.
         fp8: how numbers are scaled into 8 bits: ``delayed``, ``current`` (one factor a tensor, from earlier steps or from the
             tensor itself), ``blockwise``, ``mxfp8``, ``nvfp4``. What the GPU cannot do is refused by name.
-        fp8_head: multiply the vocabulary head in 8 bits as well. Only ``False`` in this version.
+        fp8_head: multiply the vocabulary head in 8 bits as well (of models that do not share it with the embedding).
         fp8_attention: attention in 8 bits. Only ``False`` in this version.
         fp8_params: parameters in 8 bits. Only ``False`` in this version.
         first_last_layers_bf16: layers at each end of the model that stay in bf16, as one number or two.
@@ -115,9 +115,9 @@ class MegatronPrecision(Precision):
             raise ValueError(f"loss_scale=... is for 16-mixed and 16-true; precision={precision!r} needs none.")
         self.scaler = (loss_scale or DynamicLossScale()) if in_fp16 else None
         self.finishers: dict[int, GradientFinisher] = {}
-        refuse_later(fp8_head=fp8_head, fp8_attention=fp8_attention, fp8_params=fp8_params)
+        refuse_later(fp8_attention=fp8_attention, fp8_params=fp8_params)
         ends = (first_last_layers_bf16,) * 2 if isinstance(first_last_layers_bf16, int) else first_last_layers_bf16
-        options: dict[str, Any] = {"history_steps": fp8_history_steps, "margin": fp8_margin}
+        options: dict[str, Any] = {"history_steps": fp8_history_steps, "margin": fp8_margin, "head": fp8_head}
         options |= {"first_layers_bf16": ends[0], "last_layers_bf16": ends[1]}
         self.fp8 = None if fp8 is None else Fp8Options(recipe=fp8, **options)
         """What is multiplied in 8 bits."""

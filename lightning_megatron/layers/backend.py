@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.sharding import Init
+from lightning_megatron.tensor_parallel.embedding import VocabParallelHead
 from lightning_megatron.tensor_parallel.linear import OutPart
 
 Activation = Literal["swiglu", "gelu"]
@@ -98,4 +99,18 @@ class Backend(Protocol):
 
     def mlp(self, up: nn.Module, down: nn.Module, kind: Activation) -> nn.Module:
         """``down(activation(up(hidden)))`` of this backend's linears: a ``GatedMLP`` or an ``MLP``, by the activation."""
+        ...
+
+    def head(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        mesh: Mesh,
+        vocab_multiple: int,
+        init: Init,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> VocabParallelHead:
+        """An output head of its own weight: ``[S/tp, B, H] -> [S, B, V_padded/tp]`` under sequence parallelism."""
         ...

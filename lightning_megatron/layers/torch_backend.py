@@ -22,6 +22,7 @@ from lightning_megatron.layers.sequence import SequenceContext
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.rng import shard_rng
 from lightning_megatron.sharding import Init
+from lightning_megatron.tensor_parallel.embedding import VocabParallelHead
 from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, OutPart, RowParallelLinear
 
 
@@ -86,6 +87,22 @@ class TorchBackend:
         """See ``Backend.mlp``."""
         made = GatedMLP if kind == "swiglu" else MLP
         return made(up, down, activation=self.activation(kind))
+
+    def head(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        mesh: Mesh,
+        vocab_multiple: int,
+        init: Init,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> VocabParallelHead:
+        """See ``Backend.head``."""
+        return VocabParallelHead(
+            vocab_size, hidden_size, mesh=mesh, vocab_multiple=vocab_multiple, init=init, device=device, dtype=dtype
+        )
 
 
 class CausalAttention(nn.Module):

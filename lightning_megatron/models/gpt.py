@@ -269,7 +269,7 @@ class _Build:
     def head(self) -> VocabParallelHead | None:
         if self.config.tied_embeddings:
             return None
-        return VocabParallelHead(
+        return self.backend.head(
             self.config.vocab_size,
             self.config.hidden_size,
             mesh=self.mesh,

@@ -17,7 +17,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_megatron.layers.choice import BackendName
 from lightning_megatron.layers.te_backend import Fp8Options, scales_of
+from lightning_megatron.layers.te_backend.modules import NarrowHead
 from lightning_megatron.mesh import Mesh
+from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.pipeline.choice import Schedule, lists_for
 from lightning_megatron.pipeline.model import PipelineModel, check_sharing
@@ -67,7 +69,7 @@ def check_options(
         _check_schedule(schedule, placement, num_microbatches, f"num_microbatches={num_microbatches}")
 
 
-def refuse_later(*, backend: str, plan: object, checkpoint: object) -> None:
+def refuse_later(*, backend: str, plan: object) -> None:
     """Refuse options whose capability is yet to come, unless they are neutral.
 
     Raises:
@@ -80,8 +82,6 @@ def refuse_later(*, backend: str, plan: object, checkpoint: object) -> None:
             "plan=... is not there yet in this version: modules of plain nn.Linear layers stay whole on each tensor-parallel "
             "rank. Build the model from lightning_megatron.tensor_parallel layers, or leave plan=None."
         )
-    if checkpoint is not None:
-        raise ValueError(f"checkpoint={checkpoint!r} is not there yet in this version; leave checkpoint=None.")
 
 
 def check_fp8(module: LightningModule, fp8: Fp8Options | None) -> None:
@@ -96,10 +96,26 @@ def check_fp8(module: LightningModule, fp8: Fp8Options | None) -> None:
             f"fp8={fp8.recipe!r}: {type(module).__name__} has no layers that were built for it. Build a lightning_megatron "
             f"model in configure_model, for this Trainer; modules of your own stay in 16 bits."
         )
+    if fp8 is not None and fp8.head:
+        _check_narrow_head(module)
     if fp8 is None and built:
         raise ValueError(
             f"{type(module).__name__} was built by an earlier Trainer for fp8={built[0].recipe!r}; give this Trainer the same "
             f"precision, or make a new module and load the weights from a checkpoint."
+        )
+
+
+def _check_narrow_head(module: LightningModule) -> None:
+    configs = [getattr(child, "config", None) for child in module.modules()]
+    if any(isinstance(config, GPTConfig) and config.loss_chunks > 1 for config in configs):
+        raise ValueError(
+            "fp8_head=True multiplies all tokens at once, which loss_chunks > 1 is to avoid; give one of them: 8 bits take "
+            "less time, chunks less memory."
+        )
+    if not any(isinstance(child, NarrowHead) for child in module.modules()):
+        raise ValueError(
+            f"fp8_head=True, but {type(module).__name__} has no head of its own: its logits come from the embedding, which "
+            f"stays in 16 bits. Set tied_embeddings=False, or fp8_head=False."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.sharding import ParamSharding, sharding_of
 from lightning_megatron.strategy import strategy as strategy_file
+from lightning_megatron.strategy.options import check_fp8
 from lightning_megatron.testing import run_distributed
 
 CPU = torch.device("cpu")
@@ -155,10 +157,10 @@ def test_without_fp8_the_model_is_the_torch_backends(config: GPTConfig) -> None:
         torch.testing.assert_close(grads[name], expected_grads[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "delayed with head"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_fp8_gradients_are_those_of_fp32_within_8_bit_rounding(config: GPTConfig, recipe: Any) -> None:
-    fp8 = Fp8Options(recipe=recipe)
+    fp8 = Fp8Options(recipe=recipe.split()[0], head="head" in recipe)
     backend = plain(fp8)
     reference, model = GPT(config, seed=5), GPT(config, seed=5, backend=backend)
     expected = gradients(reference, tokens())
@@ -195,6 +197,20 @@ def test_sizes_that_8_bits_cannot_multiply_are_refused_with_the_numbers() -> Non
     odd = GPTConfig(**(SIZES | {"ffn_hidden_size": 72}), max_seq_len=32)
     with pytest.raises(ValueError, match=r"multiples of 16; a weight is \[64, 72\]"):
         GPT(odd, backend=plain(Fp8Options()))
+
+
+def test_an_8_bit_head_needs_a_weight_of_its_own_and_whole_logits() -> None:
+    def checked(config: GPTConfig) -> None:
+        fp8 = Fp8Options(head=True)
+        module = L.LightningModule()
+        module.model = GPT(config, backend=plain(fp8))
+        check_fp8(module, fp8)
+
+    checked(LLAMA)
+    with pytest.raises(ValueError, match=r"fp8_head=True, but LightningModule has no head of its own"):
+        checked(GPT2)
+    with pytest.raises(ValueError, match=r"loss_chunks > 1"):
+        checked(replace(LLAMA, loss_chunks=2))
 
 
 class Counting(PlainOperations):

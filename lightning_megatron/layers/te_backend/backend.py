@@ -13,6 +13,7 @@ from lightning_megatron.layers.te_backend.modules import (
     FusedGatedMLP,
     FusedMLP,
     FusedRowLinear,
+    NarrowHead,
     NarrowRMSNorm,
 )
 from lightning_megatron.layers.te_backend.operations import Operations
@@ -21,6 +22,7 @@ from lightning_megatron.layers.te_backend.scales import Scales
 from lightning_megatron.layers.torch_backend import TorchBackend
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.sharding import Init
+from lightning_megatron.tensor_parallel.embedding import VocabParallelHead
 from lightning_megatron.tensor_parallel.linear import OutPart
 
 
@@ -108,3 +110,20 @@ class TeBackend(TorchBackend):
         """See ``Backend.mlp``; the linear behind the activation computes it."""
         made = FusedGatedMLP if kind == "swiglu" else FusedMLP
         return made(up, down, activation=self.activation(kind))
+
+    def head(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        mesh: Mesh,
+        vocab_multiple: int,
+        init: Init,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> VocabParallelHead:
+        """See ``Backend.head``."""
+        shared = {"mesh": mesh, "vocab_multiple": vocab_multiple, "init": init, "device": device, "dtype": dtype}
+        if self._options is None or self.scales is None or not self._options.head:
+            return super().head(vocab_size, hidden_size, **shared)  # type: ignore[arg-type]
+        return NarrowHead(vocab_size, hidden_size, operations=self._operations, scales=self.scales, **shared)

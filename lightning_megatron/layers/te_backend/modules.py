@@ -17,6 +17,7 @@ from lightning_megatron.layers.te_backend.functions import AddNarrowNorm, Column
 from lightning_megatron.layers.te_backend.operations import Operations
 from lightning_megatron.layers.te_backend.scales import Scales
 from lightning_megatron.mesh import Mesh
+from lightning_megatron.tensor_parallel.embedding import VocabParallelHead
 from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -114,6 +115,28 @@ class FusedRowLinear(RowParallelLinear):
         if padded is not x:
             result = result[: x.shape[0]]
         return result if self.bias is None else result + self.bias.to(result.dtype)
+
+
+class NarrowHead(VocabParallelHead):
+    """A vocabulary head in 8 bits. Arguments and parameters as ``VocabParallelHead``, and these.
+
+    Args:
+        operations: of the library.
+        scales: makes slots.
+    """
+
+    def __init__(self, *args: Any, operations: Operations, scales: Scales, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.job = _job(self, operations, scales)
+        self.scales = scales
+        _check_aligned(self.weight, scales, "the head")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[S/tp, B, H] -> [S, B, V_padded/tp]``; without sequence parallelism ``[S, B, H] -> [S, B, V_padded/tp]``."""
+        job = replace(self.job, epoch=_begin(self.scales, hidden), record=torch.is_grad_enabled())
+        padded = _padded(hidden, self.scales, job)
+        logits: Tensor = ColumnLinear.apply(padded, self.weight, None, job)  # type: ignore[no-untyped-call]
+        return logits if padded is hidden else logits[: hidden.shape[0]]
 
 
 class FusedGatedMLP(GatedMLP):

@@ -81,8 +81,8 @@ class PlainOperations:
     def add_norm_quantized(
         self, hidden: Tensor, added: Tensor | None, gain: Tensor, eps: float, *, slot: Slot | None, record: bool
     ) -> tuple[Tensor, Tensor | Rounded, Tensor] | None:
-        """See ``Operations``; as the kernels, only once there are factors of earlier steps."""
-        if self._options is None or slot is None or self._options.recipe != "delayed" or not slot.scales.is_warm:
+        """See ``Operations``."""
+        if self._options is None or slot is None:
             return None
         summed = hidden if added is None else hidden + added
         scales = torch.rsqrt(summed.float().square().mean(-1) + eps)

@@ -110,11 +110,12 @@ class Scales:
         if self._flat is not None:
             return
         num = len(self._dtypes)
-        # Not rows of one tensor: autograd would take a change of one for a change of all.
-        self._flat = [torch.ones(num, device=device) for _ in range(2)] + [torch.zeros(num, device=device) for _ in range(2)]
+        # Not parts of one tensor: autograd would take a change of one for a change of all. Each number stands 16 bytes from
+        # the next: cuBLAS wants the address of a factor to be a multiple of that.
+        self._flat = [torch.full((num, 4), value, device=device)[:, 0] for value in (1.0, 1.0, 0.0, 0.0)]
         self._history = torch.zeros((self.options.history_steps, num), device=device)
         self._limits = torch.tensor([LARGEST[dtype] for dtype in self._dtypes], device=device) / 2.0**self.options.margin
-        self.tensors = tuple(list(torch.split(row, 1)) for row in self._flat)  # type: ignore[assignment]
+        self.tensors = tuple(list(torch.split(numbers, 1)) for numbers in self._flat)  # type: ignore[assignment]
         if self._loaded is not None:
             self._restore(self._loaded)
 

@@ -1,15 +1,16 @@
 """``TeOperations``: the operations by Transformer Engine's kernels, with this project's own where those fuse more.
 
 Note [Which kernel]
-Products and casts are Transformer Engine's. With ``delayed`` factors a norm or an activation knows its factor beforehand, so
-one pass over memory can do it all: compute, round, and write both forms. Transformer Engine writes 16 bits and casts in a
-second pass (or one form at a time); the kernels of ``kernels/narrow.py`` do it in one. In the first step, which has no factors
-yet, and for the other recipes, the 16-bit result is written and cast by Transformer Engine.
+Products and casts are Transformer Engine's. A norm or an activation that goes into a product with one factor a tensor is
+computed, rounded and written in both forms by the kernels of ``kernels/narrow.py``, in one pass over memory, or in two where
+the factor is not known beforehand; Transformer Engine writes 16 bits in between, or one form at a time. Block formats, sizes
+that are no whole tiles and other dtypes take that way here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -40,7 +41,7 @@ class TeOperations:
         self._tensor: Any = import_module("transformer_engine.pytorch.tensor")
         self._storage: Any = import_module("transformer_engine.pytorch.tensor.storage.float8_tensor_storage")
         self._kernels: Any = None
-        if fused and options is not None and options.recipe == "delayed" and available():
+        if fused and options is not None and options.is_per_tensor and available():
             self._kernels = import_module("lightning_megatron.kernels.narrow")
         self._quantizers: dict[str, Any] = {} if options is None else self._own_scale_quantizers(options)
 
@@ -58,12 +59,11 @@ class TeOperations:
         """See ``Operations``."""
         if slot is None or self._options is None:
             return x
-        role = "input" if slot.dtype == torch.float8_e4m3fn else "grad"
         if self._options.recipe != "delayed":
-            return self._quantizers[role](x)
+            return self._quantizers[_role(slot)](x)
         if slot.scales.is_warm:
             return self._delayed(slot, record)(x)
-        narrow = self._quantizers[role](x)
+        narrow = self._quantizers[_role(slot)](x)
         if record:
             torch.maximum(slot.amax, torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32), out=slot.amax)
         return narrow
@@ -107,22 +107,35 @@ class TeOperations:
             quantizer.internal = True
         return quantizers
 
-    def _fused(self, slot: Slot | None, x: Tensor) -> Any:
-        """This project's kernels, if they can write what this slot takes."""
-        usable = self._kernels is not None and slot is not None and slot.scales.is_warm and x.dtype == torch.bfloat16
-        return self._kernels if usable else None
+    def _fused(self, slot: Slot | None, x: Tensor, num: int, size: int) -> Any:
+        """This project's kernels, if they can work on ``x`` to write ``[num, size]``."""
+        usable = self._kernels is not None and slot is not None and x.dtype == torch.bfloat16
+        return self._kernels if usable and self._kernels.fits(num, size) else None
 
-    def _made(self, slot: Slot, forms: tuple[Tensor, Tensor], record: bool) -> Narrow:
-        """What Transformer Engine multiplies, from both forms: rows ``[N, n]`` and columns ``[n, N]``."""
-        quantizer = self._delayed(slot, record)
-        return self._storage.Float8TensorStorage(
-            data=forms[0],
-            data_transpose=forms[1],
-            fp8_scale_inv=slot.scale_inv,
+    def _made(self, slot: Slot, compute: Callable[..., Any], record: bool) -> tuple[Narrow, tuple[Any, ...]]:
+        """Call a kernel with its factor; what Transformer Engine multiplies, and what else the kernel returned."""
+        assert self._options is not None
+        is_known = self._options.recipe == "delayed" and slot.scales.is_warm
+        if is_known:
+            amax = slot.amax if record else slot.scratch
+            result = compute(amax=amax, scale=slot.scale, scale_inv=slot.scale_inv)
+            quantizer = self._delayed(slot, record)
+        else:
+            amax = torch.zeros(1, device=self._device)
+            result = compute(amax=amax)
+            quantizer = self._quantizers[_role(slot)]
+            if record and self._options.recipe == "delayed":
+                torch.maximum(slot.amax, amax, out=slot.amax)
+        narrow, rest = (result, ()) if isinstance(result, self._kernels.Narrow) else (result[1], result)
+        storage = self._storage.Float8TensorStorage(
+            data=narrow.rows,
+            data_transpose=narrow.columns,
+            fp8_scale_inv=narrow.scale_inv,
             fp8_dtype=quantizer.dtype,
             fake_dtype=torch.bfloat16,
             quantizer=quantizer,
         )
+        return storage, rest
 
     # Pointwise
 
@@ -130,19 +143,19 @@ class TeOperations:
         self, hidden: Tensor, added: Tensor | None, gain: Tensor, eps: float, *, slot: Slot | None, record: bool
     ) -> tuple[Tensor, Narrow, Tensor] | None:
         """See ``Operations``."""
-        kernels = self._fused(slot, hidden)
-        if kernels is None or slot is None or not kernels.fits(*hidden.shape):
+        kernels = self._fused(slot, hidden, *hidden.shape)
+        if kernels is None or slot is None:
             return None
-        amax = slot.amax if record else slot.scratch
-        summed, *forms, scales = kernels.add_rms_norm_narrow(hidden, added, gain, eps=eps, scale=slot.scale, amax=amax)
-        return summed, self._made(slot, (forms[0], forms[1]), record), scales
+        narrow, (summed, _, scales) = self._made(
+            slot, partial(kernels.add_rms_norm_narrow, hidden, added, gain, eps=eps), record
+        )
+        return summed, narrow, scales
 
     def activate_quantized(self, x: Tensor, kind: Activation, slot: Slot | None, *, record: bool) -> Narrow:
         """See ``Operations``."""
-        kernels = self._fused(slot, x)
-        if kernels is not None and slot is not None and kind == "swiglu" and kernels.fits(x.shape[0], x.shape[1] // 2):
-            forms = kernels.swiglu_narrow(x, scale=slot.scale, amax=slot.amax if record else slot.scratch)
-            return self._made(slot, forms, record)
+        kernels = self._fused(slot, x, x.shape[0], x.shape[1] // 2) if kind == "swiglu" else None
+        if kernels is not None and slot is not None:
+            return self._made(slot, partial(kernels.swiglu_narrow, x), record)[0]
         activated = getattr(self._tex, kind)(x, None)
         return self.quantize(activated, slot, record=record)
 
@@ -153,10 +166,9 @@ class TeOperations:
 
     def activate_backward_quantized(self, grad: Tensor, x: Tensor, kind: Activation, slot: Slot | None) -> Narrow:
         """See ``Operations``."""
-        kernels = self._fused(slot, x)
-        if kernels is not None and slot is not None and kind == "swiglu" and kernels.fits(*grad.shape):
-            forms = kernels.swiglu_backward_narrow(grad, x, scale=slot.scale, amax=slot.amax)
-            return self._made(slot, forms, True)
+        kernels = self._fused(slot, x, *grad.shape) if kind == "swiglu" else None
+        if kernels is not None and slot is not None:
+            return self._made(slot, partial(kernels.swiglu_backward_narrow, grad, x), True)[0]
         return self.quantize(self.activate_backward(grad, x, kind), slot, record=True)
 
     # Products. The library's dims are cuBLAS's: the first operand is the one whose dim comes to be the last of the result.
@@ -183,3 +195,7 @@ class TeOperations:
         self._gemm(
             x, grad, out_dtype=total.dtype, layout="NT", grad=True, accumulate=True, out=total, use_split_accumulator=True
         )
+
+
+def _role(slot: Slot) -> str:
+    return "input" if slot.dtype == torch.float8_e4m3fn else "grad"
