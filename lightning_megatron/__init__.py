@@ -2,6 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_megatron.layers.recompute import Recompute
 from lightning_megatron.mesh import Mesh, current_mesh
 from lightning_megatron.optim.distributed import DistributedOptimizerConfig
 from lightning_megatron.parallelism import Parallelism
@@ -18,6 +19,7 @@ __all__ = [
     "Mesh",
     "Parallelism",
     "PipelineModel",
+    "Recompute",
     "current_mesh",
 ]
 

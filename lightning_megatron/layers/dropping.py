@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,12 +14,32 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_megatron.pipeline.backward_split import Held
 
+Keep = Callable[[Tensor], Held]
+
+_KEEP: ContextVar[Keep | None] = ContextVar("lightning_megatron_keep", default=None)
+
+
+@contextmanager
+def saved_by(keep: Keep) -> Iterator[None]:
+    """Inside the ``with`` block ``keep`` holds what autograd saves, also inside of layers with dropped outputs."""
+    token = _KEEP.set(keep)
+    try:
+        with saved_tensors_hooks(keep, _get):
+            yield
+    finally:
+        _KEEP.reset(token)
+
+
+def _get(held: Held) -> Tensor:
+    return held.get()
+
 
 class DroppedOutputs:
     """The outputs of one layer that are dropped."""
 
     def __init__(self) -> None:
         self._sources: dict[int, _Source] | None = None  # by storage; nothing outside of the layer's forward
+        self._keep: Keep = Kept
 
     @contextmanager
     def dropped(self) -> Iterator[None]:
@@ -27,8 +48,9 @@ class DroppedOutputs:
             yield
             return
         outer, self._sources = self._sources, {}
+        self._keep = _KEEP.get() or Kept
         try:
-            with saved_tensors_hooks(self._pack, lambda held: held.get()):
+            with saved_tensors_hooks(self._pack, _get):
                 yield
         finally:
             self._sources = outer
@@ -49,7 +71,7 @@ class DroppedOutputs:
         if self._sources and _is_plain(tensor):
             source = self._sources.get(tensor.untyped_storage()._cdata)
         if source is None or tensor._version != source.version:
-            return _Kept(tensor)
+            return self._keep(tensor)
         return _Again(source, tensor)
 
 
@@ -57,7 +79,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor
 
 
-class _Kept(Held):
+class Kept(Held):
     """A tensor as it is. torch does not look at versions where there are hooks."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -65,6 +87,7 @@ class _Kept(Held):
         self._version = tensor._version
 
     def get(self) -> Tensor:
+        """The tensor, if nobody has changed it."""
         tensor = super().get()
         if tensor._version != self._version:
             raise RuntimeError(
@@ -84,6 +107,7 @@ class _Again(Held):
         source.num_uses += 1
 
     def get(self) -> Tensor:
+        """The view, made again."""
         source = self._source
         assert source is not None, "a saved tensor was let go before its last use"
         base = source.made_for_one()
@@ -92,6 +116,7 @@ class _Again(Held):
         return base.as_strided(*self._geometry)
 
     def let_go(self) -> None:
+        """It is not used again."""
         self._source = None
 
 
@@ -105,7 +130,8 @@ class _Source:
 
     def __init__(self, output: Tensor, again: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
         self.version = output._version
-        self._storage = StorageWeakRef(output.untyped_storage())  # while it is here no other storage has the same address
+        # While it is here no other storage has the same address.
+        self._storage = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]
         self._geometry = output.size(), output.stride(), output.storage_offset(), output.untyped_storage().nbytes()
         self._again, self._autocast = again, _autocast_state()
         self._inputs = tuple(None if isinstance(one, Tensor) else one for one in inputs)

@@ -9,15 +9,12 @@ It pays nothing for a norm or an activation: what costs there is the *output*, w
 these have their output *dropped*: where something in the layer saves it for the backward, what is saved is how to make it
 again, from tensors that are kept anyway (the residual stream, the activation's input). No graph is made anew for that, and a
 product whose weight gradient waits (pipeline/backward_split.py) still waits.
-
-Note [In place of forward]
-A module is changed by an object in its own ``forward`` attribute. Its type, its parameters and their names stay; a copy of
-the module gets an object of its own; the object says what it stands for, so that signatures stay readable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -26,10 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_megatron.layers.core_attention import CoreAttention
 from lightning_megatron.layers.dropping import DroppedOutputs
+from lightning_megatron.layers.instead import Instead, Layer, layers_of, take_back
 from lightning_megatron.layers.mlp import MLP, GatedMLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.te_backend.modules import FusedColumnLinear, FusedGatedMLP, FusedMLP, NarrowRMSNorm
@@ -81,32 +79,34 @@ class Recompute:
         return given if given is None or isinstance(given, cls) else cls(given)  # type: ignore[arg-type]
 
 
-class _Instead:
-    """What stands in a module's ``forward``. See Note [In place of forward]."""
-
+class _Checkpointed(Instead):
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.inner: Callable[..., Any] | None = module.__dict__.get("forward")  # somebody else's, or another of ours
+        super().__init__(module)
+        self.has_buffers = any(True for _ in module.buffers())
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        if self.inner is not None:
-            return self.inner
-        forward: Callable[..., Any] = MethodType(type(self.module).forward, self.module)
-        return forward
-
-    def put(self) -> None:
-        """Take the place."""
-        self.module.__dict__["forward"] = self
-
-
-class _Checkpointed(_Instead):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = partial(self.__wrapped__, **kwargs)
-        return checkpoint(call, *args, use_reentrant=False) if torch.is_grad_enabled() else call(*args)
+        if not torch.is_grad_enabled():
+            return call(*args)
+        return checkpoint(call, *args, use_reentrant=False, context_fn=self._contexts if self.has_buffers else noop_context_fn)
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), self._buffers_kept()
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """Leave running statistics as the first forward has left them."""
+        buffers = list(self.module.buffers())
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
 
 
-class _Dropping(_Instead):
+class _Dropping(Instead):
     """Of a layer: its dropped outputs are replaced where something saves them."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -118,7 +118,7 @@ class _Dropping(_Instead):
             return self.__wrapped__(*args, **kwargs)
 
 
-class _Dropped(_Instead):
+class _Dropped(Instead):
     """Of a norm or an activation module in a layer."""
 
     def __init__(self, module: nn.Module, outputs: DroppedOutputs) -> None:
@@ -151,28 +151,6 @@ class _DroppedActivation:
 
 
 # Which modules
-
-
-@dataclass(frozen=True)
-class _Layer:
-    name: str
-    module: nn.Module
-    index: int
-
-
-def layers_of(module: nn.Module) -> list[_Layer]:
-    """The layers of a model: those of its ``PipelineModel``, or else the entries of its outermost ``nn.ModuleList``s."""
-    named = list(module.named_modules())
-    models = [(name, child) for name, child in named if isinstance(child, PipelineModel)]
-    lists = [(f"{name}.layers".lstrip("."), child.layers) for name, child in models]
-    lists = lists or [(name, child) for name, child in named if isinstance(child, nn.ModuleList)]
-    lists = [(name, child) for name, child in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
-    return [
-        _Layer(f"{name}.{index}", layer, int(index))
-        for name, child in lists
-        for index, layer in child._modules.items()
-        if layer is not None
-    ]
 
 
 @dataclass
@@ -211,12 +189,8 @@ def recompute(module: nn.Module, options: Recompute | None, *, is_whole: bool = 
 
 def undo(module: nn.Module) -> None:
     """Give all modules their own ``forward`` back."""
+    take_back(module)
     for child in module.modules():
-        while isinstance(instead := child.__dict__.get("forward"), _Instead):
-            if instead.inner is None:
-                del child.__dict__["forward"]
-            else:
-                child.__dict__["forward"] = instead.inner
         if isinstance(child, _MLPS) and isinstance(child._activation, _DroppedActivation):
             child._activation = child._activation.activation
         if isinstance(child, _FUSED_MLPS):
@@ -238,7 +212,7 @@ def _drop(module: nn.Module, outputs: DroppedOutputs) -> None:
         _Dropped(module, outputs).put()
 
 
-def _select(module: nn.Module, layers: list[_Layer], options: Recompute, *, is_whole: bool) -> _Selection:
+def _select(module: nn.Module, layers: list[Layer], options: Recompute, *, is_whole: bool) -> _Selection:
     found = _Selection({}, {})
     for name in options.names:
         any_layer = False
@@ -264,7 +238,7 @@ def _drops(module: nn.Module, name: str) -> bool:
     return name == "mlp_act" or isinstance(module, (*_NORMS, *_ACTIVATIONS))
 
 
-def _matching(module: nn.Module, layers: list[_Layer], name: str) -> Iterator[tuple[str, nn.Module, _Layer | None]]:
+def _matching(module: nn.Module, layers: list[Layer], name: str) -> Iterator[tuple[str, nn.Module, Layer | None]]:
     """Modules of that name, each with the layer that it is (in)."""
     if name not in NAMES:
         starts = _starts(module)
@@ -301,7 +275,7 @@ def _fits(path: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True))
 
 
-def _nothing(module: nn.Module, layers: list[_Layer], name: str) -> str:
+def _nothing(module: nn.Module, layers: list[Layer], name: str) -> str:
     start = f"recompute={name!r} fits no module of {type(module).__name__}"
     if not layers:
         return (

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_megatron.comm import broadcast
 from lightning_megatron.initialize import materialize
+from lightning_megatron.layers.offload import ActivationOffload, offload
 from lightning_megatron.layers.recompute import Recompute, recompute
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.parallelism import Parallelism
@@ -36,6 +37,7 @@ class PreparedModule:
         context: entered around each forward (autocast).
         seed: for first values of parameters.
         recomputed: which activations are computed again in the backward.
+        offloads: whether what layers save waits on the host for the backward.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PreparedModule:
         context: Callable[[], AbstractContextManager[None]],
         seed: int,
         recomputed: Recompute | None = None,
+        offloads: bool = False,
     ) -> None:
         self.module, self.mesh = module, mesh
         parallelism = mesh.parallelism
@@ -55,7 +58,8 @@ class PreparedModule:
         _share_first_values(module, mesh)
         self.placement = Placement(parallelism.pp, parallelism.vpp, parallelism.placement)
         self.aliases: dict[str, str] = {}
-        recompute(module, recomputed)  # while layers of all ranks are here, so that a name that fits none is found
+        # While layers of all ranks are here, so that a name that fits none is found.
+        self._keep_activations(recomputed, offloads)
         self._model = require_pipeline_model(module, parallelism) if parallelism.pp > 1 else None
         self.parts = self._cut(self._model, parallelism)
         convert(module)
@@ -94,11 +98,17 @@ class PreparedModule:
         convert: Callable[[nn.Module], nn.Module],
         context: Callable[[], AbstractContextManager[None]],
         recomputed: Recompute | None = None,
+        offloads: bool = False,
     ) -> None:
         """Run under another Trainer from now on, possibly in another precision."""
         convert(self.module)
-        recompute(self.module, recomputed, is_whole=self._model is None)
+        self._keep_activations(recomputed, offloads, is_whole=self._model is None)
         self.executor = self._new_executor(context)
+
+    def _keep_activations(self, recomputed: Recompute | None, offloads: bool, *, is_whole: bool = True) -> None:
+        recompute(self.module, recomputed, is_whole=is_whole)
+        if offloads:
+            offload(self.module, ActivationOffload(self.mesh.device), is_whole=is_whole)
 
     def _new_executor(self, context: Callable[[], AbstractContextManager[None]]) -> PipelineExecutor:
         executor = PipelineExecutor(self.mesh, self.placement, parts=self.parts, context=context, model=self._model)

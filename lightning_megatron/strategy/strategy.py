@@ -82,6 +82,7 @@ class MegatronStrategy(SteppingStrategy):
         recompute: activations that the backward computes again: ``full`` (each layer), ``selective`` (norms and activations
             of feed-forward blocks), a list of names (``norm``, ``mlp_act``, ``attention_core``, ``mlp``, ``layer``, patterns
             such as ``layers.*.mlp``), or ``Recompute("full", every=2)`` for every n-th layer. See docs/memory.md.
+        offload_activations: what layers save for the backward waits in host memory.
         optimizer: how gradients are laid out and reduced.
         checkpoint: options of checkpoint writing. Only ``None`` in this version.
         start_method: how processes start on one machine: ``popen`` runs the script once for each rank, ``spawn`` and
@@ -119,6 +120,7 @@ class MegatronStrategy(SteppingStrategy):
         backend: BackendName = "auto",
         plan: dict[str, str] | None = None,
         recompute: str | list[str] | Recompute | None = None,
+        offload_activations: bool = False,
         optimizer: DistributedOptimizerConfig | None = None,
         checkpoint: None = None,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
@@ -129,7 +131,7 @@ class MegatronStrategy(SteppingStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         refuse_later(backend=backend, plan=plan, checkpoint=checkpoint)
-        self._recompute = Recompute.of(recompute)
+        self._activations: dict[str, Any] = {"recomputed": Recompute.of(recompute), "offloads": offload_activations}
         self._backend_name = backend
         self._backend: Backend | None = None
         self._schedule = frozen(schedule)
@@ -258,9 +260,7 @@ class MegatronStrategy(SteppingStrategy):
         scales = scales_of(module)
         earlier = PreparedModule.of(module)
         if earlier is not None and earlier.mesh is self.mesh:
-            earlier.renew(
-                convert=precision.convert_module, context=precision.forward_context, recomputed=self._recompute
-            )
+            earlier.renew(convert=precision.convert_module, context=precision.forward_context, **self._activations)
             self._prepared = earlier
         else:
             self._prepared = PreparedModule(
@@ -269,7 +269,7 @@ class MegatronStrategy(SteppingStrategy):
                 convert=precision.convert_module,
                 context=precision.forward_context,
                 seed=seed,
-                recomputed=self._recompute,
+                **self._activations,
             )
             print_layout(self._prepared, Console())
         precision.use_scales(scales, partial(all_reduce, axis=self.mesh.world, op=ReduceOp.MAX), self.root_device)

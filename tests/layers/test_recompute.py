@@ -247,6 +247,19 @@ def test_a_split_backward_is_the_same_and_products_behind_dropped_outputs_wait(w
 # What stays as it was
 
 
+def test_running_statistics_move_once() -> None:
+    class WithStatistics(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+    plain, model = made(WithStatistics), made(WithStatistics)
+    recompute(model, Recompute(["encoder"]))
+    for _ in range(2):
+        assert_same_bits(outcome(model, INPUT), outcome(plain, INPUT))
+    assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
+
+
 def test_names_signatures_and_evaluation_do_not_change() -> None:
     model = made(Stack)
     names = list(model.state_dict())
