@@ -41,14 +41,10 @@ def tensors(numel: int, kind: str, moments: torch.dtype) -> dict[str, Tensor | N
         main, ties = rest.low, rest.ties
     first, second = torch.randn(numel, device="cuda") * 0.1, torch.rand(numel, device="cuda") * 0.1
     grad = torch.randn(numel, device="cuda")
-    return {
-        "value": value,
-        "main": main,
-        "ties": ties,
-        "grad": grad,
-        "exp_avg": first.to(moments),
-        "exp_avg_sq": second.to(moments),
-    }
+    in_fp8 = moments == float8.DTYPE
+    kept, scales = float8.narrowed(first) if in_fp8 else (first.to(moments), None)
+    held = {"value": value, "main": main, "ties": ties, "grad": grad, "exp_avg": kept, "exp_avg_scale": scales}
+    return held | {"exp_avg_sq": second.to(torch.bfloat16 if in_fp8 else moments)}
 
 
 def wide_of(held: dict[str, Any]) -> Tensor:
