@@ -1,6 +1,23 @@
 """Checkpoints that any layout writes and any other layout reads, optimiser state included."""
 
 from lightning_megatron.checkpoint.boxes import BoxedTensor
+from lightning_megatron.checkpoint.config import CheckpointConfig
+from lightning_megatron.checkpoint.files import announce_link, forget_links, recover, recover_links
 from lightning_megatron.checkpoint.io import Loaded, is_checkpoint, load, load_state_file, remove, save
+from lightning_megatron.checkpoint.saving import BackgroundSaver
 
-__all__ = ["BoxedTensor", "Loaded", "is_checkpoint", "load", "load_state_file", "remove", "save"]
+__all__ = [
+    "CheckpointConfig",
+    "BackgroundSaver",
+    "BoxedTensor",
+    "Loaded",
+    "save",
+    "load",
+    "load_state_file",
+    "is_checkpoint",
+    "remove",
+    "recover",
+    "recover_links",
+    "announce_link",
+    "forget_links",
+]

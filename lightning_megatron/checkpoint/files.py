@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import re
 import shutil
+import socket
+import time
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 META_FILE = "meta.pt"
 INDEX_FILE = ".metadata"
+SUMS_FILE = "checksums.json"
+_WORKPLACE = ".incomplete"  # apart, as Lightning makes numbers of all digits in names that it finds beside checkpoints
+_QUIET_SECONDS = 600.0
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -21,58 +29,192 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / META_FILE).is_file() and (Path(path) / INDEX_FILE).is_file()
 
 
-def remove(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint: a directory, a file or a link (never what the link points to). One rank calls it."""
-    path = Path(path)
-    if path.is_symlink() or path.is_file():
-        path.unlink(missing_ok=True)
-    elif path.exists():
-        shutil.rmtree(path)
-
-
 def temporary(path: Path) -> Path:
-    """Where a checkpoint is written before it takes its place: beside it, so that a rename is enough."""
-    return path.with_name(f".{path.name}.tmp")
+    """Where this process writes a checkpoint before it takes its place: on the same disk, so that a rename is enough."""
+    return _hidden(path, "tmp")
 
 
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.old")
+def prepare(path: Path) -> Path:
+    """Make an empty temporary directory for a checkpoint, without what interrupted saves have left there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    clean(path.parent)
+    folder = temporary(path)
+    folder.mkdir(parents=True)
+    return folder
 
 
-def prepare(path: Path) -> None:
-    """Make an empty temporary directory for a checkpoint, without what an interrupted save has left there."""
-    if _aside(path).exists() and not os.path.lexists(path):
-        os.rename(_aside(path), path)  # a save was interrupted between its two renames
-    for stale in (temporary(path), _aside(path)):
-        if os.path.lexists(stale):
-            remove(stale)
-    temporary(path).mkdir(parents=True)
-
-
-def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """Write the rest of the checkpoint, whose presence says that the data is complete."""
-    with open(folder / META_FILE, "wb") as stream:
-        torch.save(meta, stream)
+def write_file(folder: Path, name: str, content: bytes) -> None:
+    """Write a small file and flush it to the disk."""
+    with open(folder / name, "wb") as stream:
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    _sync_directory(folder)
+    sync_directory(folder)
 
 
 def commit(path: Path) -> None:
     """Let the temporary directory take the place of whatever is at ``path``.
 
-    The old checkpoint is renamed before the new one arrives and deleted after, so that one of them is always whole.
+    The two are exchanged in one step, so that there is a whole checkpoint at any time. File systems that cannot do that
+    get two renames; ``recover`` undoes the first if the second does not come.
     """
-    replaced = os.path.lexists(path)
-    if replaced:
-        os.rename(path, _aside(path))
-    os.rename(temporary(path), path)
-    _sync_directory(path.parent)
-    if replaced:
-        remove(_aside(path))
+    folder = temporary(path)
+    if not os.path.lexists(path):
+        os.rename(folder, path)
+        replaced = None
+    elif _exchange(folder, path):
+        replaced = folder
+    else:
+        replaced = _aside(path)
+        os.rename(path, replaced)
+        os.rename(folder, path)
+    sync_directory(path.parent)
+    if replaced is not None:
+        _delete(replaced)
+    _leave(folder.parent)
 
 
-def _sync_directory(path: Path) -> None:
+def remove(path: str | os.PathLike[str]) -> None:
+    """Delete a checkpoint: a directory, a file or a link (never what the link points to). One rank calls it.
+
+    A directory goes out of sight first: interrupted, it leaves nothing that looks like a checkpoint.
+    """
+    path = Path(path)
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    gone = _hidden(path, "removed")
+    if os.path.lexists(gone):
+        _delete(gone)
+    gone.parent.mkdir(exist_ok=True)
+    os.rename(path, gone)
+    _delete(gone)
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
+    _leave(path.parent)
+
+
+def _leave(workplace: Path) -> None:
+    if workplace.name == _WORKPLACE:
+        with suppress(OSError):
+            workplace.rmdir()  # unless something else is going on there
+
+
+def hold_place(path: Path, older: Path) -> None:
+    """Let ``path`` mean an older checkpoint until ``commit`` puts the new one there: links to it lead somewhere meanwhile."""
+    if not os.path.lexists(path) and is_checkpoint(older):
+        os.symlink(os.path.relpath(older.resolve(), path.parent.resolve()), path, target_is_directory=True)
+
+
+def announce_link(path: Path, target: Path) -> None:
+    """Say that the link ``path`` is about to be replaced by one to ``target``: ``recover_links`` makes it if that fails.
+
+    Lightning removes ``last.ckpt``, and what it led to, before it makes the new link.
+    """
+    announced = path.parent / _WORKPLACE / f"{path.name}.link"
+    announced.parent.mkdir(exist_ok=True)
+    announced.unlink(missing_ok=True)
+    os.symlink(os.path.relpath(target, path.parent), announced, target_is_directory=True)
+
+
+def recover_links(folder: Path) -> None:
+    """Make announced links that are missing or lead nowhere. At the start of a job; any number of ranks may call it at once."""
+    for announced in (folder / _WORKPLACE).glob("*.link"):
+        path = folder / announced.stem
+        if not path.exists() and is_checkpoint(folder / os.readlink(announced)):
+            with suppress(FileNotFoundError):  # another rank has done it
+                os.replace(announced, path)
+
+
+def forget_links(folder: Path) -> None:
+    """Forget what was announced: all links are there."""
+    for announced in (folder / _WORKPLACE).glob("*.link"):
+        announced.unlink(missing_ok=True)
+        _leave(announced.parent)
+
+
+def recover(folder: Path) -> list[str]:
+    """Undo replacements that were interrupted between their two renames. Any number of ranks may call it at once.
+
+    Returns:
+        The names of the checkpoints that are there again.
+    """
+    found = []
+    for old in (folder / _WORKPLACE).glob("*.old"):
+        path = folder / old.stem
+        if not os.path.lexists(path):
+            try:
+                os.rename(old, path)
+            except FileNotFoundError:
+                continue  # another rank has done it
+            found.append(path.name)
+    return found
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Directories and links that interrupted saves and removals have left in a folder of checkpoints."""
+    return sorted(entry for entry in (folder / _WORKPLACE).glob("*") if entry.suffix != ".link")
+
+
+def clean(folder: Path) -> None:
+    """Put replaced checkpoints back where they are missing, delete leftovers, and report both as warnings. One rank calls it.
+
+    What another process may still be writing stays: one that is alive on this machine, or on another machine one that has
+    written something in the last minutes.
+    """
+    for name in recover(folder):
+        warnings.warn(f"{folder / name} is there again: a save was interrupted while it was replaced.", stacklevel=2)
+    for entry in leftovers(folder):
+        if _is_stale(entry):
+            _delete(entry)
+            warnings.warn(f"{entry} was left by a save or removal that was interrupted; it has been deleted.", stacklevel=2)
+
+
+def _hidden(path: Path, kind: str) -> Path:
+    return path.parent / _WORKPLACE / f"{path.name}.{socket.gethostname()}-{os.getpid()}.{kind}"
+
+
+def _aside(path: Path) -> Path:
+    return path.parent / _WORKPLACE / f"{path.name}.old"
+
+
+def _is_stale(entry: Path) -> bool:
+    owner = re.search(r"-(\d+)\.(?:tmp|removed)$", entry.name)
+    if owner is None:
+        return True
+    if entry.name.endswith(f".{socket.gethostname()}-{owner[1]}{entry.suffix}"):
+        return int(owner[1]) == os.getpid() or not _is_alive(int(owner[1]))
+    times = [item.lstat().st_mtime for item in (entry, *entry.glob("*"))]
+    return time.time() - max(times) > _QUIET_SECONDS
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two entries in one step, where the system can."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush the names in a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -88,9 +230,9 @@ def check(path: Path) -> None:
         ValueError: there is something else.
     """
     if not path.exists():
-        old = _aside(path)
-        hint = f" {old} holds an older one that a save was replacing when it was interrupted." if old.exists() else ""
-        raise FileNotFoundError(f"there is no checkpoint at {path}.{hint}")
+        kind = "a link that leads nowhere" if path.is_symlink() else "no checkpoint"
+        old = f" {_aside(path)} holds an older one that a save was replacing when it was interrupted."
+        raise FileNotFoundError(f"there is {kind} at {path}.{old if _aside(path).exists() else ''}")
     if path.is_file():
         raise ValueError(f"{path} is a single file, not a checkpoint directory of this strategy.")
     missing = [name for name in (META_FILE, INDEX_FILE) if not (path / name).is_file()]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from lightning_megatron.checkpoint import files
 from lightning_megatron.checkpoint.files import is_checkpoint, remove
@@ -24,10 +23,11 @@ from lightning_megatron.checkpoint.optimizer_state import (
     num_optimizers,
     optimizer_state,
 )
-from lightning_megatron.checkpoint.planner import StrictLoadPlanner, StrictSavePlanner
+from lightning_megatron.checkpoint.planner import StrictLoadPlanner
 from lightning_megatron.checkpoint.ranks import Ranks, readable
+from lightning_megatron.checkpoint.saving import BackgroundSaver, plan_save
 from lightning_megatron.checkpoint.state import EXTRA_STATE, ModelTarget, model_state, placeholder
-from lightning_megatron.checkpoint.storage import ChunkReader, SafeWriter
+from lightning_megatron.checkpoint.storage import ChunkReader
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer
 
@@ -59,6 +59,8 @@ def save(
     mesh: Mesh,
     save_optimizer: bool = True,
     own: Mapping[str, Tensor] | None = None,
+    background: BackgroundSaver | None = None,
+    older: str | os.PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint directory. All ranks call it together; the first rank's ``path`` and ``meta`` count.
@@ -74,6 +76,9 @@ def save(
         mesh: the running layout.
         save_optimizer: also write optimiser states and main parameters.
         own: tensors of this rank alone (its random numbers), for the rank of that number in a run of the same layout.
+        background: writes on a thread: when ``save`` returns, the state has been copied to host memory. What fails is
+            raised by a later call of the saver.
+        older: a checkpoint that ``path`` leads to until the one in the background is whole, if nothing is there yet.
         process_group: a group of all ranks that can move CPU objects; by default the world's.
 
     Raises:
@@ -87,27 +92,15 @@ def save(
         state[f"optimizer_{index}"] = optimizer_state(optimizer, module=module, mesh=mesh, ranks=ranks)
     if own:
         state["rank"] = {str(ranks.rank): dict(own)}
-    write(path, state, meta, ranks)
-
-
-def write(path: Path, state: dict[str, Any], meta: dict[str, Any], ranks: Ranks) -> None:
-    """Write collected state: the part of ``save`` that needs nothing of the training but ``state`` (see ``save``)."""
-    ranks.on_first(lambda: files.prepare(path))
-    with _dcp_errors():
-        save_tensors(
-            state,
-            storage_writer=SafeWriter(files.temporary(path)),
-            planner=StrictSavePlanner(),
-            process_group=ranks.group,
-            no_dist=not ranks.distributed,
-        )
     rest = {key: value for key, value in meta.items() if key not in _WRITTEN_APART}
-
-    def finish() -> None:
-        files.write_meta(files.temporary(path), rest)
-        files.commit(path)
-
-    ranks.on_first(finish)
+    planned = plan_save(path, state, rest, ranks)
+    if background is None:
+        planned.write(ranks)
+        return
+    background.wait()  # ``older`` may be what is on its way
+    if older is not None and ranks.is_first:
+        files.hold_place(path, Path(older))
+    background.start(planned)
 
 
 def load(
@@ -120,6 +113,7 @@ def load(
     weights_only: bool | None = None,
     strict: bool = True,
     cast: bool = False,
+    verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Read a checkpoint, written at any layout, into this rank's parameters and optimiser shards, in place.
@@ -137,6 +131,7 @@ def load(
             param groups are always unpickled: load trusted checkpoints only.
         strict: refuse parameters that only the checkpoint or only the model has.
         cast: let parameters be cast from the saved dtype.
+        verify: compare the checksums of what this rank reads before anything is loaded.
         process_group: a group of all ranks that can move CPU objects; by default the world's.
 
     Raises:
@@ -157,7 +152,7 @@ def load(
     with _dcp_errors():
         load_tensors(
             tensors,
-            storage_reader=ChunkReader(Path(path), index),
+            storage_reader=ChunkReader(Path(path), index, verify=verify),
             planner=planner,
             process_group=ranks.group,
             no_dist=not ranks.distributed,
@@ -215,4 +210,4 @@ def _dcp_errors() -> Iterator[None]:
         raise readable(error) from None
 
 
-__all__ = ["Loaded", "is_checkpoint", "load", "load_state_file", "remove", "save", "write"]
+__all__ = ["Loaded", "is_checkpoint", "load", "load_state_file", "remove", "save"]

@@ -41,36 +41,39 @@ class Ranks:
         """Run ``step`` on every rank and return this rank's result, if no rank failed.
 
         Raises:
-            RuntimeError: another rank failed; a rank that failed itself raises its own error.
+            ValueError, FileNotFoundError: on every rank, if a rank raised it.
+            RuntimeError: on every rank, for other errors; it names the rank.
         """
         result, error = _tried(step)
-        texts: list[str | None] = [None]
+        found = [_Failure.of(error)]
         if self.distributed:
-            texts *= dist.get_world_size(self.group)
-            dist.all_gather_object(texts, _text(error), group=self.group)
-        if error is not None:
+            found = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(found, _Failure.of(error), group=self.group)
+        if isinstance(error, _SAME_EVERYWHERE):
             raise error
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise RuntimeError(f"rank {rank} failed: {text}")
+        for rank, failure in enumerate(found):
+            if failure is not None:
+                raise failure.raised(rank) from error
         return result  # type: ignore[return-value]
 
     def on_first(self, step: Callable[[], T]) -> T:
         """Run ``step`` on the first rank and return its (picklable) result on every rank.
 
         Raises:
-            RuntimeError: the first rank failed, which itself raises its own error.
+            ValueError, FileNotFoundError: on every rank, if the first one raised it.
+            RuntimeError: on every rank, for other errors.
         """
         result, error = _tried(step) if self.is_first else (None, None)
+        failure = _Failure.of(error)
         if self.distributed:
-            shared = [(result, _text(error))]
+            shared: list[Any] = [(result, failure)]
             source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
             dist.broadcast_object_list(shared, src=source, group=self.group)
-            result, text = shared[0]
-            if error is None and text is not None:
-                raise RuntimeError(f"rank 0 failed: {text}")
-        if error is not None:
+            result, failure = shared[0]
+        if isinstance(error, _SAME_EVERYWHERE):
             raise error
+        if failure is not None:
+            raise failure.raised(0) from error
         return result  # type: ignore[return-value]
 
     def gather_to_first(self, value: T) -> list[T]:
@@ -82,6 +85,15 @@ class Ranks:
         dist.gather_object(value, values, dst=target, group=self.group)
         return values or []
 
+    def scatter_from_first(self, values: list[T]) -> T:
+        """Entry ``i`` of the first rank's list on rank ``i``."""
+        if not self.distributed:
+            return values[0]
+        box: list[Any] = [None]
+        source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+        dist.scatter_object_list(box, values if self.is_first else None, src=source, group=self.group)
+        return box[0]  # type: ignore[no-any-return]
+
 
 def _tried(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
@@ -90,8 +102,26 @@ def _tried(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _text(error: Exception | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
+_SAME_EVERYWHERE = (ValueError, FileNotFoundError)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error on its way to other ranks."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception | None) -> _Failure | None:
+        return None if error is None else cls(type(error).__name__, str(error))
+
+    def raised(self, rank: int) -> Exception:
+        """What the ranks raise for it."""
+        for same in _SAME_EVERYWHERE:
+            if self.kind == same.__name__:
+                return same(self.text)
+        return RuntimeError(f"rank {rank}: {self.kind}: {self.text}")
 
 
 def readable(error: CheckpointException) -> Exception:

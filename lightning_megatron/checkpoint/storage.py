@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
-from dataclasses import replace
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,70 +17,99 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from lightning_megatron.checkpoint.files import INDEX_FILE, SUMS_FILE, write_file
 
-class SafeWriter(FileSystemWriter):
-    """Writes one file a rank, item by item, and completes only when every planned item has been written.
+Resolve = Callable[[WriteItem], Tensor | io.BytesIO]
 
-    Differs from the stock writer in two ways. Host memory holds one item at a time, not all of the rank's. The number of
-    items is checked before the metadata is written (the stock writer's threads lose errors).
+
+@dataclass(frozen=True)
+class Written:
+    """Where one tensor part or pickled value lies, and the CRC-32 of its bytes there."""
+
+    index: MetadataIndex
+    file: str
+    offset: int
+    length: int
+    crc: int
+
+
+def write_data(folder: Path, name: str, items: Sequence[WriteItem], resolve: Resolve) -> list[Written]:
+    """Write one rank's file, item by item, and flush it to the disk. Host memory holds one item at a time.
 
     Args:
-        path: an empty or missing directory.
+        folder: the directory.
+        name: the file's name in it.
+        items: what to write; if there are none, no file is made.
+        resolve: gives the tensor, on any device, or the bytes of an item.
     """
+    if not items:
+        return []
+    with open(folder / name, "wb") as raw, _without_inner_checksums():
+        stream = _Summing(raw)
+        written = [write_item(stream, name, item, resolve) for item in items]
+        raw.flush()
+        os.fsync(raw.fileno())
+    return written
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=False)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file and flush it to the disk."""
-        results: list[WriteResult] = []
-        if plan.items:
-            name = f"{plan.storage_data.prefix}0.distcp"
-            with open(Path(self.path) / name, "wb") as stream:
-                results = [self.write_item(stream, name, item, planner) for item in plan.items]
-                stream.flush()
-                os.fsync(stream.fileno())
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+def write_item(stream: _Summing, name: str, item: WriteItem, resolve: Resolve) -> Written:
+    """Append one tensor part or pickled value to the file."""
+    begin, stream.crc = stream.tell(), 0
+    data = resolve(item)
+    if isinstance(data, io.BytesIO):
+        stream.write(data.getbuffer())
+    else:
+        torch.save(_compact(data), stream)  # type: ignore[arg-type]
+    return Written(item.index, name, begin, stream.tell() - begin, stream.crc)
 
-    def write_item(self, stream: BinaryIO, name: str, item: WriteItem, planner: SavePlanner) -> WriteResult:
-        """Append one tensor part or pickled value to the file."""
-        begin = stream.tell()
-        data = planner.resolve_data(item)
-        if isinstance(data, io.BytesIO):
-            stream.write(data.getbuffer())
-        else:
-            torch.save(_compact(data), stream)
-        length = stream.tell() - begin
-        return WriteResult(index=item.index, size_in_bytes=length, storage_data=_StorageInfo(name, begin, length))
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata (on the first rank), which makes the data readable.
+class _Summing:
+    """A file that is appended to, with the CRC-32 of what has been written since ``crc`` was last set to 0."""
 
-        Raises:
-            RuntimeError: some items were not written.
-        """
-        planned = sum(
-            1 if isinstance(saved, BytesStorageMetadata) else len(saved.chunks)
-            for saved in metadata.state_dict_metadata.values()
-        )
-        written = len({result.index for of_rank in results for result in of_rank})
-        if written != planned:
-            raise RuntimeError(f"only {written} of {planned} parts of the checkpoint were written to {self.path}.")
-        super().finish(metadata, results)
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw, self.crc = raw, 0
+        self.tell, self.flush = raw.tell, raw.flush
+
+    def write(self, data: Any) -> int:
+        """Append."""
+        self.crc = zlib.crc32(data, self.crc)
+        return self._raw.write(data)
+
+
+@contextmanager
+def _without_inner_checksums() -> Iterator[None]:
+    """Leave out those that ``torch.save`` adds to its archives, at a third of the speed: the whole item has one of ours."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def write_index(folder: Path, metadata: Metadata, written: Sequence[Written]) -> None:
+    """Write the metadata and the checksums (on the first rank), which makes the data readable.
+
+    Raises:
+        RuntimeError: some items were not written.
+    """
+    planned = sum(
+        1 if isinstance(saved, BytesStorageMetadata) else len(saved.chunks) for saved in metadata.state_dict_metadata.values()
+    )
+    if (number := len({part.index for part in written})) != planned:
+        raise RuntimeError(f"only {number} of {planned} parts of the checkpoint were written to {folder}.")
+    results = [WriteResult(p.index, p.length, _StorageInfo(p.file, p.offset, p.length)) for p in written]
+    FileSystemWriter(folder, sync_files=True).finish(metadata, [results])
+    parts: dict[str, list[tuple[int, int, int]]] = {}
+    for part in sorted(written, key=lambda part: (part.file, part.offset)):
+        parts.setdefault(part.file, []).append((part.offset, part.length, part.crc))
+    index = (folder / INDEX_FILE).read_bytes()
+    parts[INDEX_FILE] = [(0, len(index), zlib.crc32(index))]
+    write_file(folder, SUMS_FILE, json.dumps({"algorithm": "crc32", "files": parts}).encode())
 
 
 def _compact(data: Tensor) -> Tensor:
@@ -86,27 +120,78 @@ def _compact(data: Tensor) -> Tensor:
     return data
 
 
+def data_file(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"__{rank}_0.distcp"
+
+
+def read_sums(folder: Path) -> dict[str, dict[int, tuple[int, int]]]:
+    """Checksums of a checkpoint, by file and offset: ``(length, crc)``; empty if it has none.
+
+    Raises:
+        ValueError: the file that holds them cannot be read.
+    """
+    file = folder / SUMS_FILE
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_bytes())["files"]
+        return {name: {offset: (length, crc) for offset, length, crc in parts} for name, parts in content.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged: {error}.") from error
+
+
+def changed_parts(folder: Path, places: Sequence[tuple[str, str, int, int]]) -> list[str]:
+    """What is wrong with parts ``(key, file, offset, length)``, by their checksums. Reads all of them, on several threads."""
+    sums = read_sums(folder)
+    if not sums:
+        return []
+
+    def problem(place: tuple[str, str, int, int]) -> str | None:
+        key, name, offset, length = place
+        expected = sums.get(name, {}).get(offset)
+        if expected is None or expected[0] != length:
+            return f"{key}: {name} has no checksum for the {length} bytes at {offset}"
+        found = _crc_of(folder / name, offset, length)
+        return (
+            None if found == expected[1] else f"{key}: the {length} bytes at {offset} of {name} are not those that were written"
+        )
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return [text for text in pool.map(problem, sorted(places, key=lambda place: place[1:])) if text is not None]
+
+
+def _crc_of(file: Path, offset: int, length: int) -> int:
+    crc, block = 0, 2**24
+    with open(file, "rb", buffering=0) as stream:
+        stream.seek(offset)
+        while length > 0 and (data := stream.read(min(block, length))):
+            crc, length = zlib.crc32(data, crc), length - len(data)
+    return crc
+
+
 class ChunkReader(FileSystemReader):
     """Reads each saved part once, however many targets want a piece of it.
 
     Args:
         path: the checkpoint's directory.
         metadata: its metadata, read beforehand.
+        verify: compare checksums before anything is loaded, where the checkpoint has them.
     """
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
+    def __init__(self, path: Path, metadata: Metadata, *, verify: bool = True) -> None:
         super().__init__(path)
-        self._metadata = metadata
+        self._metadata, self._verify = metadata, verify
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata that was given."""
         return self._metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Report files that are missing or cut short before anything is read."""
+        """Report files that are missing, cut short or changed before anything is loaded."""
+        parts = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
         ends: dict[str, int] = {}
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
+        for info in parts.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         problems = []
         for name, end in sorted(ends.items()):
@@ -115,6 +200,9 @@ class ChunkReader(FileSystemReader):
                 problems.append(f"{name}: this data file is missing from {self.path}")
             elif file.stat().st_size < end:
                 problems.append(f"{name}: this data file has {file.stat().st_size} bytes where {end} were written")
+        if self._verify and not problems:
+            places = [(index.fqn, info.relative_path, info.offset, info.length) for index, info in parts.items()]
+            problems = changed_parts(Path(self.path), places)
         return replace(plan, planner_data=(*(plan.planner_data or ()), *problems))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -159,4 +247,4 @@ def _piece(chunk: Tensor, item: ReadItem) -> Tensor:
     return chunk
 
 
-__all__ = ["ChunkReader", "SafeWriter"]
+__all__ = ["ChunkReader", "Resolve", "Written", "data_file", "write_data", "write_index", "write_item"]

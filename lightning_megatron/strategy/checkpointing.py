@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,6 +24,7 @@ from lightning_megatron.step import TrainingEngine
 from lightning_megatron.strategy.failure import say
 from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.strategy.processes import ProcessesStrategy
+from lightning_megatron.strategy.requeue import RequeueWatch, requeue, save_for_requeue
 from lightning_megatron.strategy.resume import (
     correct_progress,
     layout_of,
@@ -28,6 +33,8 @@ from lightning_megatron.strategy.resume import (
     restore_generators,
     states_of_loaders,
 )
+
+_INTERRUPTED_SECONDS = 30.0
 
 
 class CheckpointingStrategy(ProcessesStrategy):
@@ -39,6 +46,10 @@ class CheckpointingStrategy(ProcessesStrategy):
         self._prepared: PreparedModule | None = None
         self._engine: TrainingEngine | None = None
         self._generators: Tensor | None = None
+        self._checkpoint_config = checkpoints.CheckpointConfig()
+        self._saver: checkpoints.BackgroundSaver | None = None
+        self._durable: str | None = None
+        self._requeue: RequeueWatch | None = None
 
     @property
     def _ready(self) -> PreparedModule:
@@ -94,15 +105,69 @@ class CheckpointingStrategy(ProcessesStrategy):
         trainer = self._ready.module.trainer
         correct_progress(checkpoint["loops"], trainer)
         ours = {"seed": self._seed, "layout": layout_of(self.mesh), "loaders": states_of_loaders(trainer, self.mesh)}
+        path = self.broadcast(str(filepath))
         with self._whole_optimizers():
             checkpoints.save(
-                self.broadcast(str(filepath)),
+                path,
                 module=self._ready.module,
                 optimizers=self._distributed if with_optimizer else [],
                 meta={**checkpoint, "lightning_megatron": ours},
                 mesh=self.mesh,
                 own={"generators": packed_generators(self.root_device)} if with_optimizer else None,
+                background=self._background_saver(),
+                older=self._durable if _links_to_last(trainer) is not None else None,
             )
+        self._durable = path
+        if self.is_global_zero and (link := _links_to_last(trainer)):
+            checkpoints.announce_link(Path(link), Path(path))
+
+    def _background_saver(self) -> checkpoints.BackgroundSaver | None:
+        if self._checkpoint_config.async_save and self._saver is None:
+            self._saver = checkpoints.BackgroundSaver(self._new_control_group)
+        return self._saver
+
+    def _new_control_group(self) -> dist.ProcessGroup | None:
+        """Of all ranks, for host memory, used by nothing else."""
+        return dist.new_group(backend="gloo", timeout=self._timeout) if dist.is_initialized() else None
+
+    def _end_saving(self) -> None:
+        """Leave the folders of checkpoints tidy."""
+        self._finish_saving()
+        self._requeue = None
+        if self.is_global_zero and self._prepared is not None and not self._is_interrupted:
+            for folder in _folders(self._ready.module.trainer):
+                checkpoints.forget_links(folder)
+
+    @override
+    def _check_before_launch(self, trainer: Trainer | None) -> None:
+        super()._check_before_launch(trainer)
+        for folder in _folders(trainer) if trainer is not None else ():  # before Lightning looks for "last"
+            checkpoints.recover(folder)
+            checkpoints.recover_links(folder)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Raise what a checkpoint in the background has failed of; save if the job is about to be requeued."""
+        if self._saver is not None:
+            self._saver.check()
+        if self._requeue is not None and self._requeue.is_due():
+            save_for_requeue(self._ready.module.trainer)
+            self._finish_saving()
+            if self.is_global_zero:
+                requeue()
+
+    def _watch_requeue(self) -> None:
+        if self._requeue is None and self.cluster_environment is not None:
+            self._requeue = RequeueWatch.of(self.cluster_environment, self.mesh)
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint in the background. After an exception only for a while: peers may be gone."""
+        if self._saver is None:
+            return
+        if not self._is_interrupted:
+            self._saver.wait()
+        elif not self._saver.wait(_INTERRUPTED_SECONDS):
+            say(f"{self.mesh.coordinate} the checkpoint that was being written in the background is given up.")
 
     @contextmanager
     def _whole_optimizers(self) -> Iterator[None]:
@@ -116,7 +181,10 @@ class CheckpointingStrategy(ProcessesStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill this rank's parameters and optimizer shards from a checkpoint directory, or from a single-file checkpoint."""
+        self._finish_saving()
         path = self.broadcast(str(checkpoint_path))
+        if weights_only is None:
+            weights_only = self._checkpoint_config.weights_only
         with self._whole_optimizers():
             loaded = self._load(path, weights_only)
             if not loaded.optimizers:
@@ -124,6 +192,7 @@ class CheckpointingStrategy(ProcessesStrategy):
                     distributed.refresh_main()
         if self._ready.module.trainer.state.fn == TrainerFn.FITTING and "lightning_megatron" in loaded.meta:
             self._go_on_from(loaded)
+            self._durable = path
         return loaded.meta
 
     def _go_on_from(self, loaded: checkpoints.Loaded) -> None:
@@ -162,6 +231,7 @@ class CheckpointingStrategy(ProcessesStrategy):
             mesh=self.mesh,
             load_optimizer=module.trainer.state.fn == TrainerFn.FITTING,
             weights_only=weights_only,
+            verify=self._checkpoint_config.verify,
         )
 
     @override
@@ -174,5 +244,27 @@ class CheckpointingStrategy(ProcessesStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        if self.is_global_zero:
-            checkpoints.remove(str(filepath))
+        """Remove a checkpoint, when the one that is being written in the background is durable."""
+        if not self.is_global_zero:
+            return
+        path = str(filepath)
+        if self._saver is not None:
+            self._saver.after(lambda: checkpoints.remove(path))
+        else:
+            checkpoints.remove(path)
+
+
+def _folders(trainer: Trainer) -> list[Path]:
+    """Where the callbacks save, as far as it is known before they are set up."""
+    beside = os.path.join(trainer.default_root_dir, "checkpoints")
+    return [Path(getattr(callback, "dirpath", None) or beside) for callback in trainer.checkpoint_callbacks]
+
+
+def _links_to_last(trainer: Trainer) -> str | None:
+    """The link that a callback will make to what is saved now; empty before the first; ``None`` if none makes any."""
+    paths = [
+        getattr(callback, "last_model_path", "")
+        for callback in trainer.checkpoint_callbacks
+        if getattr(callback, "save_last", None) == "link"
+    ]
+    return max(paths, default=None)

@@ -192,6 +192,7 @@ class SteppingStrategy(CheckpointingStrategy):
             wrappers = self._lightning_optimizers
             self._manual = ManualOptimization(self._module, self._distributed, wrappers=wrappers, mesh=self.mesh)
         self._restore_generators()
+        self._watch_requeue()
 
     @override
     def on_train_end(self) -> None:

@@ -21,6 +21,7 @@ from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.comm import all_reduce
 from lightning_megatron.layers.backend import Backend
 from lightning_megatron.layers.choice import BackendName, choose_backend, use_backend
@@ -84,7 +85,7 @@ class MegatronStrategy(SteppingStrategy):
             such as ``layers.*.mlp``), or ``Recompute("full", every=2)`` for every n-th layer. See docs/memory.md.
         offload_activations: what layers save for the backward waits in host memory.
         optimizer: how gradients are laid out and reduced.
-        checkpoint: options of checkpoint writing. Only ``None`` in this version.
+        checkpoint: how checkpoints are written and read: ``CheckpointConfig(async_save=True)`` writes beside the training.
         start_method: how processes start on one machine: ``popen`` runs the script once for each rank, ``spawn`` and
             ``fork`` start copies of the current process (for notebooks and tests).
         timeout: limit of each collective; a rank that waits longer fails.
@@ -122,7 +123,7 @@ class MegatronStrategy(SteppingStrategy):
         recompute: str | list[str] | Recompute | None = None,
         offload_activations: bool = False,
         optimizer: DistributedOptimizerConfig | None = None,
-        checkpoint: None = None,
+        checkpoint: CheckpointConfig | None = None,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         timeout: timedelta = DEFAULT_TIMEOUT,
         accelerator: Any | None = None,
@@ -130,7 +131,7 @@ class MegatronStrategy(SteppingStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        refuse_later(backend=backend, plan=plan, checkpoint=checkpoint)
+        refuse_later(backend=backend, plan=plan)
         self._activations: dict[str, Any] = {"recomputed": Recompute.of(recompute), "offloads": offload_activations}
         self._backend_name = backend
         self._backend: Backend | None = None
@@ -165,6 +166,7 @@ class MegatronStrategy(SteppingStrategy):
         self._num_microbatches = num_microbatches
         self._shard_batch = shard_batch
         self._optimizer_config = optimizer or DistributedOptimizerConfig()
+        self._checkpoint_config = CheckpointConfig.of(checkpoint)
         self._own_sampler: bool | None = None
 
     # What users and callbacks may ask for
@@ -316,6 +318,7 @@ class MegatronStrategy(SteppingStrategy):
         """Leave model and process groups in place: hooks still use both, and flat buffers must not move to the host."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._end_saving()
         self._leave_together()
         if self._metrics is not None:
             self._metrics.restore()

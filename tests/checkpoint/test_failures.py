@@ -12,8 +12,7 @@ from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 from torch import nn
 
-from lightning_megatron.checkpoint import files, is_checkpoint, load, load_state_file, remove, save
-from lightning_megatron.checkpoint.storage import SafeWriter
+from lightning_megatron.checkpoint import files, is_checkpoint, load, load_state_file, remove, save, storage
 from lightning_megatron.sharding import replicated, set_sharding
 from lightning_megatron.testing import run_distributed
 
@@ -29,13 +28,13 @@ def loaded(job: Any, path: Path, **options: Any) -> Any:
     return load(path, module=job.module, optimizers=[job.optimizer], mesh=job.mesh, **options)
 
 
-def failing_item(self: SafeWriter, stream: Any, name: str, item: Any, planner: Any) -> Any:
+def failing_item(stream: Any, name: str, item: Any, resolve: Any) -> Any:
     if name.startswith("__1_") and stream.tell() > 0:
         raise OSError(28, "No space left on device")
-    return _write_item(self, stream, name, item, planner)
+    return _write_item(stream, name, item, resolve)
 
 
-_write_item = SafeWriter.write_item
+_write_item = storage.write_item
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_checkpoint(make: Any, tmp_path: Path) -> None:
@@ -43,10 +42,10 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_checkpoin
 
     def attempt() -> tuple[str, list[str], int]:
         job = written(make, path)
-        SafeWriter.write_item = failing_item  # type: ignore[method-assign]
+        storage.write_item = failing_item
         with pytest.raises(RuntimeError) as error:
             save(path, module=job.module, optimizers=[job.optimizer], mesh=job.mesh, meta={"version": 2})
-        SafeWriter.write_item = _write_item  # type: ignore[method-assign]
+        storage.write_item = _write_item
         old = loaded(job, path).meta["version"]
         wrong = job.wrong()
         save(path, module=job.module, optimizers=[job.optimizer], mesh=job.mesh, meta={"version": 3})
@@ -65,7 +64,7 @@ def test_the_checkpoint_appears_only_with_its_last_file(make: Any, tmp_path: Pat
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, "write_meta", fail)
+    monkeypatch.setattr(files, "commit", fail)
     with pytest.raises(KeyboardInterrupt):
         written(make, tmp_path / "a.ckpt")
     assert not (tmp_path / "a.ckpt").exists()
@@ -87,14 +86,31 @@ def test_whatever_is_in_the_way_is_replaced_and_a_link_is_not_followed(make: Any
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "top.ckpt"]
 
 
-def test_a_save_interrupted_between_its_two_renames_is_undone_by_the_next(make: Any, tmp_path: Path) -> None:
+def test_where_two_entries_cannot_be_exchanged_an_interrupted_save_is_undone(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.ckpt"
+    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
     written(make, path)
-    path.rename(tmp_path / ".a.ckpt.old")
-    with pytest.raises(FileNotFoundError, match=r"\.a\.ckpt\.old holds an older one"):
+    written(make, path, meta={"version": 2})
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    rename = os.rename
+
+    def interrupted(source: Any, target: Any) -> None:
+        if Path(source).parent.name == ".incomplete" and str(source).endswith(".tmp"):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        written(make, path, meta={"version": 3})
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(FileNotFoundError, match=r"a\.ckpt\.old holds an older one"):
         loaded(make(), path)
-    files.prepare(path)
-    assert is_checkpoint(path)
+    with pytest.warns(UserWarning, match="is there again"):
+        files.clean(tmp_path)
+    assert loaded(make(), path).meta["version"] == 2
+    assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
 def test_removing_a_link_keeps_what_it_points_to(make: Any, tmp_path: Path) -> None:

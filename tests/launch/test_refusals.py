@@ -98,7 +98,6 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"backend": "te"}, ["'te'", "not there yet", "'torch'"]),
         ({"plan": {"q": "column"}}, ["plan=", "not there yet", "plan=None"]),
         ({"recompute": []}, ["recompute=[]", "names no module", "full, selective, layer"]),
-        ({"checkpoint": {"async_save": True}}, ["async_save", "not there yet", "checkpoint=None"]),
         ({"micro_batch_size": 2, "num_microbatches": 4}, ["micro_batch_size=2", "num_microbatches=4", "one of them"]),
         ({"micro_batch_size": 0}, ["micro_batch_size=0", "1 or more"]),
         ({"num_microbatches": -1}, ["num_microbatches=-1", "1 or more"]),

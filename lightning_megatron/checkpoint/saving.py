@@ -1,0 +1,225 @@
+"""A save in two halves: what needs the training to stand still, and what can go on beside it.
+
+Note [Saving in the background]
+The first half plans (which rank writes which part; small objects over the control group) and, for a background save, copies
+this rank's parts to host memory. From then on training may change everything. The second half writes files, flushes them and
+lets the checkpoint take its place; in the background it runs on a thread, over a process group that nothing else uses. What
+waits for a checkpoint to be durable (the removal of older ones) is queued behind it. There is one background save at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from lightning_megatron.checkpoint import files, storage
+from lightning_megatron.checkpoint.planner import StrictSavePlanner
+from lightning_megatron.checkpoint.ranks import Ranks
+from lightning_megatron.checkpoint.storage import Resolve
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """The first half of a save on one rank.
+
+    Args:
+        path: the directory to make.
+        items: what this rank writes.
+        resolve: gives an item's data.
+        metadata: of the whole checkpoint, on the first rank.
+        meta: ``meta.pt``, on the first rank.
+    """
+
+    path: Path
+    items: list[WriteItem]
+    resolve: Resolve
+    metadata: Metadata | None
+    meta: bytes
+
+    def write(self, ranks: Ranks) -> None:
+        """The second half. All ranks call it together.
+
+        Raises:
+            RuntimeError: a rank could not write.
+        """
+        folder = ranks.on_first(lambda: files.prepare(self.path))
+        name = storage.data_file(ranks.rank)
+        written = ranks.together(lambda: storage.write_data(folder, name, self.items, self.resolve))
+        everything = ranks.gather_to_first(written)
+
+        def finish() -> None:
+            assert self.metadata is not None
+            storage.write_index(folder, self.metadata, [part for of_rank in everything for part in of_rank])
+            files.write_file(folder, files.META_FILE, self.meta)
+            files.commit(self.path)
+
+        ranks.on_first(finish)
+
+
+def plan_save(path: Path, state: dict[str, Any], meta: dict[str, Any], ranks: Ranks) -> PlannedSave:
+    """Plan a save. All ranks call it together.
+
+    Raises:
+        ValueError: the ranks do not hold the whole of some tensor, or disagree about it.
+    """
+    planner = StrictSavePlanner()
+
+    def local() -> SavePlan:
+        planner.set_up_planner(state, is_coordinator=ranks.is_first)
+        return planner.create_local_plan()
+
+    local_plan = ranks.together(local)
+    plans = ranks.gather_to_first(local_plan)
+    box: list[tuple[list[SavePlan], Metadata, bytes]] = []
+
+    def make_global() -> None:
+        box.append((*planner.create_global_plan(plans), _packed(meta)))
+
+    ranks.on_first(make_global)
+    global_plans, metadata, packed = box[0] if box else ([], None, b"")
+    plan = planner.finish_plan(ranks.scatter_from_first(global_plans))
+    return PlannedSave(path, list(plan.items), planner.resolve_data, metadata, packed)
+
+
+def _packed(meta: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(meta, buffer)
+    return buffer.getvalue()
+
+
+class HostCopies:
+    """Copies of tensors in host memory, page-locked where there is a GPU, whose memory is used again for the next save."""
+
+    def __init__(self) -> None:
+        self._kept: dict[MetadataIndex, Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+
+    def take(self, planned: PlannedSave) -> PlannedSave:
+        """The same save from copies. Later kernels on the current stream may change what was copied.
+
+        The tensors of an earlier save may no longer be needed.
+        """
+        kept: dict[MetadataIndex, Tensor] = {}
+        data: dict[MetadataIndex, Tensor | io.BytesIO] = {}
+        on_gpu = False
+        for item in planned.items:
+            source = planned.resolve(item)
+            if isinstance(source, Tensor):
+                on_gpu |= source.is_cuda
+                kept[item.index] = data[item.index] = self._copy(item.index, source.detach())
+            else:
+                data[item.index] = source
+        self._kept = kept
+        self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
+        return replace(planned, resolve=lambda item: data[item.index])
+
+    def wait(self) -> None:
+        """Wait until the copies are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _copy(self, index: MetadataIndex, source: Tensor) -> Tensor:
+        target = self._kept.get(index)
+        if target is None or target.shape != source.shape or target.dtype != source.dtype:
+            target = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        return target.copy_(source, non_blocking=True)
+
+
+class BackgroundSaver:
+    """Runs the second half of saves on a thread. All ranks have one and use it alike.
+
+    Args:
+        new_group: makes a process group of all ranks on gloo; called once, by all ranks, before the first save.
+    """
+
+    def __init__(self, new_group: Callable[[], dist.ProcessGroup | None]) -> None:
+        self._new_group = new_group
+        self._ranks: Ranks | None = None
+        self._copies = HostCopies()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._failed = False
+        self._afterwards: list[Callable[[], None]] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is on its way."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def start(self, planned: PlannedSave) -> None:
+        """Copy this rank's parts to host memory and write them in the background.
+
+        Raises:
+            RuntimeError: the save before has failed. It is waited for first.
+        """
+        self.wait()
+        if self._ranks is None:
+            self._ranks = Ranks(self._new_group())
+        copied, ranks = self._copies.take(planned), self._ranks
+        self._failed = False
+        self._thread = threading.Thread(target=self._run, args=(copied, ranks), daemon=True, name="checkpoint-writer")
+        self._thread.start()
+
+    def after(self, action: Callable[[], None]) -> None:
+        """Run ``action`` when the save on its way is durable: now if there is none, never if it fails."""
+        with self._lock:
+            if self.is_busy:
+                self._afterwards.append(action)
+                return
+        if not self._failed:
+            action()
+
+    def check(self) -> None:
+        """Raise what a background save has failed of, once.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise RuntimeError(f"a checkpoint could not be saved in the background: {error}") from error
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait for the save on its way, if there is one. Returns whether it has ended.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+        if (thread := self._thread) is not None:  # the thread itself may set it to None
+            thread.join(timeout_seconds)
+            if thread.is_alive():
+                return False
+            self._thread = None
+        self.check()
+        return True
+
+    def _run(self, planned: PlannedSave, ranks: Ranks) -> None:
+        try:
+            self._copies.wait()
+            planned.write(ranks)
+            while self._run_next():
+                pass
+        except BaseException as error:
+            self._error, self._failed = error, True
+            self._afterwards.clear()
+
+    def _run_next(self) -> bool:
+        with self._lock:
+            if not self._afterwards:
+                self._thread = None  # what comes now need not wait
+                return False
+            action = self._afterwards.pop(0)
+        action()
+        return True
