@@ -37,7 +37,9 @@ from lightning_megatron.pipeline.schedule import Action
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.sequence_batch import ShardBatch
 from lightning_megatron.step import TrainingEngine
+from lightning_megatron.strategy.environment import set_environment
 from lightning_megatron.strategy.full_state import full_state_dict
+from lightning_megatron.strategy.garbage import GarbageCollection
 from lightning_megatron.strategy.loaders import (
     seed_workers_by_replica,
     shard_over_replicas,
@@ -84,6 +86,7 @@ class MegatronStrategy(SteppingStrategy):
             of feed-forward blocks), a list of names (``norm``, ``mlp_act``, ``attention_core``, ``mlp``, ``layer``, patterns
             such as ``layers.*.mlp``), or ``Recompute("full", every=2)`` for every n-th layer. See docs/memory.md.
         offload_activations: what layers save for the backward waits in host memory.
+        gc_interval_steps: optimizer steps between garbage collections, on all ranks at once; ``None`` leaves them to Python.
         optimizer: how gradients are laid out and reduced.
         checkpoint: how checkpoints are written and read: ``CheckpointConfig(async_save=True)`` writes beside the training.
         start_method: how processes start on one machine: ``popen`` runs the script once for each rank, ``spawn`` and
@@ -122,6 +125,7 @@ class MegatronStrategy(SteppingStrategy):
         plan: dict[str, str] | None = None,
         recompute: str | list[str] | Recompute | None = None,
         offload_activations: bool = False,
+        gc_interval_steps: int | None = 100,
         optimizer: DistributedOptimizerConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
@@ -161,6 +165,8 @@ class MegatronStrategy(SteppingStrategy):
             start_method=start_method,
             timeout=timeout,
         )
+        self._garbage = GarbageCollection(gc_interval_steps)
+        self._environment: str | None = None
         whole = num_microbatches is not None or pp == 1
         self._micro_batch_size = micro_batch_size if micro_batch_size is not None or whole else 1
         self._num_microbatches = num_microbatches
@@ -168,6 +174,11 @@ class MegatronStrategy(SteppingStrategy):
         self._optimizer_config = optimizer or DistributedOptimizerConfig()
         self._checkpoint_config = CheckpointConfig.of(checkpoint)
         self._own_sampler: bool | None = None
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._environment = set_environment(self.parallelism, self.root_device)
 
     # What users and callbacks may ask for
 
@@ -274,6 +285,8 @@ class MegatronStrategy(SteppingStrategy):
                 **self._activations,
             )
             print_layout(self._prepared, Console())
+            if self._environment is not None and self.is_global_zero:
+                Console().print(self._environment, highlight=False)
         precision.use_scales(scales, partial(all_reduce, axis=self.mesh.world, op=ReduceOp.MAX), self.root_device)
         self._metrics = MetricSync(module, mesh=self.mesh, last_stage_rank=self._prepared.placement.last_rank)
         self._engine = TrainingEngine(
@@ -311,11 +324,34 @@ class MegatronStrategy(SteppingStrategy):
         if batch_size is not None and size is not None:
             check_num_microbatches(self._schedule, self._ready.placement, batch_size=batch_size, micro_batch_size=size)
 
+    # Garbage
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._garbage.start()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._garbage.step(self._module.trainer.global_step)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._garbage.pause()
+        super().on_validation_start()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._garbage.resume()
+
     # Ends
 
     @override
     def teardown(self) -> None:
         """Leave model and process groups in place: hooks still use both, and flat buffers must not move to the host."""
+        self._garbage.stop()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._end_saving()
