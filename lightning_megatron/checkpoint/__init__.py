@@ -3,6 +3,7 @@
 from lightning_megatron.checkpoint.boxes import BoxedTensor
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.files import announce_link, forget_links, recover, recover_links
+from lightning_megatron.checkpoint.gradients import load_gradients, sum_of_own
 from lightning_megatron.checkpoint.io import Loaded, is_checkpoint, load, load_state_file, remove, save
 from lightning_megatron.checkpoint.saving import BackgroundSaver
 
@@ -14,6 +15,8 @@ __all__ = [
     "save",
     "load",
     "load_state_file",
+    "load_gradients",
+    "sum_of_own",
     "is_checkpoint",
     "remove",
     "recover",

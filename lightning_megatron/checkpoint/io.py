@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from lightning_megatron.checkpoint import files
 from lightning_megatron.checkpoint.files import is_checkpoint, remove
+from lightning_megatron.checkpoint.gradients import gradient_state
 from lightning_megatron.checkpoint.optimizer_state import (
     OptimizerTarget,
     num_optimizers,
@@ -59,6 +60,7 @@ def save(
     mesh: Mesh,
     save_optimizer: bool = True,
     own: Mapping[str, Tensor] | None = None,
+    accumulated: bool = False,
     background: BackgroundSaver | None = None,
     older: str | os.PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -76,6 +78,7 @@ def save(
         mesh: the running layout.
         save_optimizer: also write optimiser states and main parameters.
         own: tensors of this rank alone (its random numbers), for the rank of that number in a run of the same layout.
+        accumulated: also write the gradients of batches that wait for their optimizer step; ``load_gradients`` reads them.
         background: writes on a thread: when ``save`` returns, the state has been copied to host memory. What fails is
             raised by a later call of the saver.
         older: a checkpoint that ``path`` leads to until the one in the background is whole, if nothing is there yet.
@@ -92,6 +95,8 @@ def save(
         state[f"optimizer_{index}"] = optimizer_state(optimizer, module=module, mesh=mesh, ranks=ranks)
     if own:
         state["rank"] = {str(ranks.rank): dict(own)}
+    if accumulated:
+        state |= gradient_state(optimizers, mesh=mesh)
     rest = {key: value for key, value in meta.items() if key not in _WRITTEN_APART}
     planned = plan_save(path, state, rest, ranks)
     if background is None:

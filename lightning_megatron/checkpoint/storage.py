@@ -234,6 +234,14 @@ class ChunkReader(FileSystemReader):
             planner.commit_tensor(item, target)
 
 
+def read_part(folder: Path, index: Metadata, key: str) -> Tensor:
+    """A tensor that was saved whole by one rank, on the CPU."""
+    info = next(info for at, info in (index.storage_data or {}).items() if at.fqn == key)
+    with open(folder / info.relative_path, "rb") as stream:
+        stream.seek(info.offset)
+        return load_tensor(io.BytesIO(stream.read(info.length)))
+
+
 def load_tensor(source: Any) -> Tensor:
     """The saved part in a stream, on the CPU."""
     seekable = source if source.seekable() else io.BytesIO(source.read(-1))
@@ -247,4 +255,4 @@ def _piece(chunk: Tensor, item: ReadItem) -> Tensor:
     return chunk
 
 
-__all__ = ["ChunkReader", "Resolve", "Written", "data_file", "write_data", "write_index", "write_item"]
+__all__ = ["ChunkReader", "Resolve", "Written", "data_file", "read_part", "write_data", "write_index", "write_item"]

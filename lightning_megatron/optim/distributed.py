@@ -246,6 +246,19 @@ class DistributedOptimizer:
         """The parameters of this rank that it trains."""
         return [param for bucket in self._buckets for param in bucket.params]
 
+    def local_gradients(self) -> list[tuple[str, nn.Parameter, Tensor]]:
+        """This rank's gradients, before their reduction, to save or restore them between the batches of a step.
+
+        Returns:
+            For each parameter its global name, itself, and a view of the gradient buffer in its shape.
+        """
+        found = []
+        for bucket in self._buckets:
+            for placement, slot in zip(bucket.plan.placements, bucket.slots, strict=True):
+                slot.collect()
+                found.append((placement.name, slot.param, slot.view))
+        return found
+
     def hide_gradients(self) -> None:
         """Make ``grad`` of the parameters ``None``, for code that would zero it, until ``show_gradients``."""
         for bucket in self._buckets:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
@@ -27,6 +29,7 @@ from lightning_megatron.strategy.processes import ProcessesStrategy
 from lightning_megatron.strategy.requeue import RequeueWatch, requeue, save_for_requeue
 from lightning_megatron.strategy.resume import (
     correct_progress,
+    is_accumulating,
     layout_of,
     packed_generators,
     place_states_of_loaders,
@@ -45,7 +48,7 @@ class CheckpointingStrategy(ProcessesStrategy):
         self._seed = 0
         self._prepared: PreparedModule | None = None
         self._engine: TrainingEngine | None = None
-        self._generators: Tensor | None = None
+        self._at_start: list[Callable[[], None]] = []
         self._checkpoint_config = checkpoints.CheckpointConfig()
         self._saver: checkpoints.BackgroundSaver | None = None
         self._durable: str | None = None
@@ -105,6 +108,12 @@ class CheckpointingStrategy(ProcessesStrategy):
         trainer = self._ready.module.trainer
         correct_progress(checkpoint["loops"], trainer)
         ours = {"seed": self._seed, "layout": layout_of(self.mesh), "loaders": states_of_loaders(trainer, self.mesh)}
+        accumulated = with_optimizer and is_accumulating(trainer)
+        own: dict[str, Tensor] = {}
+        if with_optimizer:
+            own["generators"] = packed_generators(self.root_device)
+        if accumulated:
+            own["num_tokens"], ours["per_token"] = self._steps._num_tokens, self._steps._per_token
         path = self.broadcast(str(filepath))
         with self._whole_optimizers():
             checkpoints.save(
@@ -113,7 +122,8 @@ class CheckpointingStrategy(ProcessesStrategy):
                 optimizers=self._distributed if with_optimizer else [],
                 meta={**checkpoint, "lightning_megatron": ours},
                 mesh=self.mesh,
-                own={"generators": packed_generators(self.root_device)} if with_optimizer else None,
+                own=own,
+                accumulated=accumulated,
                 background=self._background_saver(),
                 older=self._durable if _links_to_last(trainer) is not None else None,
             )
@@ -191,17 +201,21 @@ class CheckpointingStrategy(ProcessesStrategy):
                 for distributed in self._distributed:
                     distributed.refresh_main()
         if self._ready.module.trainer.state.fn == TrainerFn.FITTING and "lightning_megatron" in loaded.meta:
-            self._go_on_from(loaded)
+            self._go_on_from(loaded, Path(path))
             self._durable = path
         return loaded.meta
 
-    def _go_on_from(self, loaded: checkpoints.Loaded) -> None:
+    def _go_on_from(self, loaded: checkpoints.Loaded, path: Path) -> None:
         """Draw the same masks and orders of samples as the run that wrote the checkpoint."""
         ours = loaded.meta["lightning_megatron"]
         self._seed = self._steps.seed = ours["seed"]
         place_states_of_loaders(loaded.meta, self.mesh)
-        if (saved := ours.get("layout")) == layout_of(self.mesh):
-            self._generators = loaded.own.get("generators")
+        saved = ours.get("layout")
+        same = saved == layout_of(self.mesh)
+        if "per_token" in ours and loaded.optimizers:
+            self._at_start.append(partial(self._go_on_accumulating, loaded, path, same_layout=same))
+        if same and "generators" in loaded.own:
+            self._at_start.append(partial(restore_generators, loaded.own["generators"], self.root_device))
         elif saved is not None:
             changed = [f"{name} {saved[name]} -> {now}" for name, now in layout_of(self.mesh).items() if saved[name] != now]
             if self.is_global_zero:
@@ -211,11 +225,18 @@ class CheckpointingStrategy(ProcessesStrategy):
                     stacklevel=2,
                 )
 
-    def _restore_generators(self) -> None:
-        """As late as can be: hooks and loaders that are set up before training draw from them, too."""
-        if self._generators is not None:
-            restore_generators(self._generators, self.root_device)
-        self._generators = None
+    def _go_on_accumulating(self, loaded: checkpoints.Loaded, path: Path, *, same_layout: bool) -> None:
+        """Take up the gradients of the batches before; one rank has the token count of all in another layout."""
+        checkpoints.load_gradients(path, self._distributed, mesh=self.mesh, same_layout=same_layout)
+        tokens = loaded.own["num_tokens"] if same_layout else checkpoints.sum_of_own(path, "num_tokens")
+        self._steps._per_token = loaded.meta["lightning_megatron"]["per_token"]
+        self._steps._num_tokens.copy_(tokens if same_layout or self.is_global_zero else torch.zeros_like(tokens))
+
+    def _restore_at_start(self) -> None:
+        """As late as can be: the Trainer clears gradients, and hooks and loaders that are set up before draw at random."""
+        pending, self._at_start = self._at_start, []
+        for restore in pending:
+            restore()
 
     def _load(self, path: str, weights_only: bool | None) -> checkpoints.Loaded:
         """Fill the tensors."""

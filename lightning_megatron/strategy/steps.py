@@ -191,7 +191,7 @@ class SteppingStrategy(CheckpointingStrategy):
         if not self._module.automatic_optimization:  # not in setup, after which Lightning makes its wrappers anew
             wrappers = self._lightning_optimizers
             self._manual = ManualOptimization(self._module, self._distributed, wrappers=wrappers, mesh=self.mesh)
-        self._restore_generators()
+        self._restore_at_start()
         self._watch_requeue()
 
     @override

@@ -125,6 +125,7 @@ CASES: dict[str, tuple[Loaders, dict[str, Any], dict[str, Any]]] = {
     "several loaders": (combined, {"batches": 9}, {}),
     "batch sampler": (batch_sampler, {"batches": 8}, {}),
     "after validation": (plain, {"batches": 8, "hook": "on_validation_end"}, {"val_check_interval": 2}),
+    "mid-accumulation": (plain, {"batches": 8}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}),
     "epoch end": (plain, {"batches": 6, "hook": "on_train_epoch_end"}, {}),
 }
 
@@ -142,7 +143,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bitwise_and_without_warnings
                 warnings.simplefilter("always")
                 resumed, trainer = fit(run, loaders, 6, ckpt_path=path, **options)
             said = [str(w.message) for w in caught if "resum" in str(w.message) or "layout" in str(w.message)]
-            assert trainer.global_step == 3 * trainer.num_training_batches
+            assert trainer.global_step == 3 * trainer.num_training_batches // trainer.accumulate_grad_batches
             outcomes[case] = ([name for name, value in whole.items() if not torch.equal(resumed[name], value)], said)
         return outcomes
 
@@ -187,6 +188,32 @@ def in_order(ranks: list[Any], replicas: list[int]) -> list[list[float]]:
     """The samples of each batch of all replicas together, in the order of the samples."""
     read = [ranks[rank][0] for rank in replicas]
     return [[x for together in zip(*batches, strict=True) for x in together] for batches in zip(*read, strict=True)]
+
+
+class PerToken(Reads):
+    """A loss by tokens, of which samples have different numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        tokens = (x[:, 0] > 0).float() + 1
+        return {"loss": ((self.model(x).squeeze(-1) - y).square() * tokens).sum() / tokens.sum(), "num_tokens": tokens.sum()}
+
+
+@pytest.mark.parametrize("kind", [Reads, PerToken])
+def test_gradients_that_wait_for_their_step_go_on_under_another_layout(kind: type[Reads], tmp_path: Any) -> None:
+    path = f"{tmp_path}/a.ckpt"
+
+    def run_it(run: Run, **options: Any) -> Any:
+        trainer, module = run.trainer(*options.pop("callbacks", ()), max_epochs=1, accumulate_grad_batches=3), kind()
+        module.lr = 0.05
+        trainer.fit(module, run.loader(EVEN, 4), **options)
+        return run.parameters(trainer, module)
+
+    whole = on_ranks(lambda run: run_it(run, callbacks=[SaveAt(path, 2)]), 2, tmp_path)[0]
+    for world_size, layout in ((2, {"pp": 2, "micro_batch_size": 2}), (4, {})):
+        for resumed in on_ranks(lambda run: run_it(run, ckpt_path=path), world_size, tmp_path, **layout):
+            for name, value in resumed.items():
+                torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-6)
 
 
 def test_with_other_replicas_a_run_goes_on_at_the_next_sample(tmp_path: Any) -> None:
