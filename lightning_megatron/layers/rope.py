@@ -113,6 +113,27 @@ class _RotateFused(torch.autograd.Function):
         return _rotate_together(of_q, of_k, of_v, cos=cos, sin=sin, inverse=True), None, None, None, None
 
 
+def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``apply_rope`` in one pass forward and one backward where there are kernels: heads ``[S, B, h, d]``, same shape out."""
+    rotated: Tensor = _RotateHeads.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _RotateHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        none = heads[:, :, :0]
+        return _rotate_together(heads, none, none, cos=cos, sin=sin, inverse=False).view(heads.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        none = grad[:, :, :0]
+        return _rotate_together(grad, none, none, cos=cos, sin=sin, inverse=True).view(grad.shape), None, None
+
+
 def _split_heads(fused: Tensor, heads: tuple[int, int], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     num_q, num_kv = heads
     parts = torch.split(fused, [num_q * head_dim, num_kv * head_dim, num_kv * head_dim], dim=-1)

@@ -17,7 +17,7 @@ from lightning_megatron.layers.backend import Activation, NormSpec
 from lightning_megatron.layers.core_attention import CoreAttention
 from lightning_megatron.layers.mlp import MLP, GatedMLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
-from lightning_megatron.layers.rope import apply_rope
+from lightning_megatron.layers.rope import rotate_heads
 from lightning_megatron.layers.sequence import SequenceContext
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.rng import shard_rng
@@ -77,7 +77,7 @@ class TorchBackend:
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See ``Backend.rotate``."""
-        return apply_rope(heads, cos, sin)
+        return rotate_heads(heads, cos, sin)
 
     def activation(self, kind: Activation) -> Callable[[Tensor], Tensor]:
         """See ``Backend.activation``."""

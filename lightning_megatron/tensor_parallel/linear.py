@@ -369,6 +369,6 @@ def put_weight_gradient(total: Tensor, rows: Tensor, x: Tensor) -> None:
         if total.dtype == rows.dtype:
             torch.mm(rows.t(), x, out=total)
         elif rows.is_cuda and total.dtype == torch.float32:
-            torch.mm(rows.t(), x, out_dtype=torch.float32, out=total)
+            torch.mm(rows.t(), x, out_dtype=torch.float32, out=total)  # reads nothing of ``total``
         else:
             total.copy_(rows.t() @ x)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm, add_and_norm
-from lightning_megatron.layers.rope import Rope, apply_rope, rotate_fused
+from lightning_megatron.layers.rope import Rope, apply_rope, rotate_fused, rotate_heads
 from lightning_megatron.layers.torch_backend import swiglu
 
 CPU = torch.device("cpu")
@@ -107,3 +107,9 @@ def test_rotating_a_fused_projection_equals_rotating_its_parts(heads: int, kv: i
 
     fused = random(5, 2, (heads + 2 * kv) * size, seed=0)
     compare(lambda x: rotate_fused(x, (heads, kv), head_dim=size, tables=tables), reference, fused)
+
+
+def test_rotating_heads_alone_equals_the_formula() -> None:
+    tables = Rope(head_dim=6).tables(torch.arange(5))
+    run, reference = ((lambda x, f=f: (f(x, tables.cos, tables.sin),)) for f in (rotate_heads, apply_rope))
+    compare(run, reference, random(5, 2, 3, 6, seed=0))
