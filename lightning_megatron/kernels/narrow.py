@@ -3,14 +3,21 @@
 A product over tokens (a weight gradient) wants its 8-bit factors with the tokens contiguous, the other products with the
 features; so both forms are written from one tile. What exceeds the format is rounded to its largest number.
 
-Where the factor is known beforehand (``scale``), the kernels also take the largest magnitude of what they round. Where it is
-not (``scale=None``), a first pass over the inputs finds the largest magnitude and writes nothing, which costs less than to
-write 16 bits and read them twice; the factor is then the largest power of two that fits.
+The kernels also take the largest magnitude of what they round. SwiGLU may be without a factor (``scale=None``): a first pass
+over its inputs then finds the largest magnitude and writes nothing, which costs less than to write 16 bits and read them
+twice; the factor is the largest power of two that fits.
+
+Note [Four tokens in a word]
+A tile is turned in words of 32 bits, each of four neighbouring tokens: a quarter of the moves. Turned byte by byte, SwiGLU's
+columns came out wrong on an H200 (Triton 3.6, every tile shape; the PTX is right by an emulation of it), the norm's did not.
+``are_right`` looks once in a process whether what this machine compiles is right.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -27,7 +34,7 @@ class Tile:
     warps: int
 
 
-SWIGLU, SWIGLU_BACKWARD, NORM = Tile(128, 64, 8), Tile(128, 64, 8), Tile(32, 128, 8)
+SWIGLU, SWIGLU_BACKWARD, NORM = Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 128, 8)
 _MULTIPLE = 128  # of tokens and features: whole tiles
 
 
@@ -46,14 +53,7 @@ def fits(num: int, size: int) -> bool:
 
 
 def add_rms_norm_narrow(
-    hidden: Tensor,
-    added: Tensor | None,
-    gain: Tensor,
-    *,
-    eps: float,
-    amax: Tensor,
-    scale: Tensor | None = None,
-    scale_inv: Tensor | None = None,
+    hidden: Tensor, added: Tensor | None, gain: Tensor, *, eps: float, amax: Tensor, scale: Tensor, scale_inv: Tensor
 ) -> tuple[Tensor, Narrow, Tensor]:
     """``x = hidden + added``, its RMSNorm in e4m3, and ``1 / rms(x)`` in fp32: ``[N, H] -> [N, H]``, ``[N, H]``, ``[N]``.
 
@@ -62,31 +62,23 @@ def add_rms_norm_narrow(
         added: the same, or nothing: x is then ``hidden`` itself.
         gain: ``[H]``.
         eps: added to the mean square.
-        amax: raised to the largest magnitude of the norm, fp32 ``[1]``; zero at first if there is no ``scale``.
-        scale: what to multiply by before rounding, fp32 ``[1]``; by the largest magnitude if not given.
+        amax: raised to the largest magnitude of the norm, fp32 ``[1]``.
+        scale: what to multiply by before rounding, fp32 ``[1]``.
         scale_inv: its inverse.
     """
     num, size = hidden.shape
     summed = hidden if added is None else torch.empty_like(hidden)
     scales = hidden.new_empty(num, dtype=torch.float32)
-    result = _empty(hidden, num, size, torch.float8_e4m3fn, scale_inv)
-    tensors = (gain, summed, *result, scales)
-    other = hidden if added is None else added
-    factor = amax if scale is None else scale
+    rows, columns, inverse = _empty(hidden, num, size, torch.float8_e4m3fn, scale_inv)
     with torch.cuda.device_of(hidden):
-        for first in (True, False) if scale is None else (False,):
-            again = scale is None and not first
-            source, beside = (summed, summed) if again else (hidden, other)
-            _add_rms_norm_narrow[(num // NORM.tokens,)](
-                *(source, beside, *tensors, factor, amax, num, size, eps),
-                ADDS=added is not None and not again,
-                KNOWN=scale is not None,
-                FIRST=first,
-                TOKENS=NORM.tokens,
-                FEATURES=NORM.features,
-                num_warps=NORM.warps,
-            )
-    return summed, _finished(result), scales
+        _add_rms_norm_narrow[(num // NORM.tokens,)](
+            *(hidden, hidden if added is None else added, gain, summed, rows, columns, scales, scale, amax, num, size, eps),
+            ADDS=added is not None,
+            TOKENS=NORM.tokens,
+            FEATURES=NORM.features,
+            num_warps=NORM.warps,
+        )
+    return summed, _finished((rows, columns, inverse)), scales
 
 
 def swiglu_narrow(
@@ -97,10 +89,11 @@ def swiglu_narrow(
     result = _empty(gate_up, num, size, torch.float8_e4m3fn, scale_inv)
     grid = (num // tile.tokens, size // tile.features)
     factor = amax if scale is None else scale
+    rows, columns, inverse = result
     with torch.cuda.device_of(gate_up):
         for first in (True, False) if scale is None else (False,):
             _swiglu_narrow[grid](
-                *(gate_up, *result, factor, amax, num, size),
+                *(gate_up, rows, _words(columns), inverse, factor, amax, num, size),
                 KNOWN=scale is not None,
                 FIRST=first,
                 TOKENS=tile.tokens,
@@ -124,10 +117,11 @@ def swiglu_backward_narrow(
     result = _empty(grad, num, 2 * size, torch.float8_e5m2, scale_inv)
     grid = (num // tile.tokens, size // tile.features)
     factor = amax if scale is None else scale
+    rows, columns, inverse = result
     with torch.cuda.device_of(grad):
         for first in (True, False) if scale is None else (False,):
             _swiglu_backward_narrow[grid](
-                *(grad, gate_up, *result, factor, amax, num, size),
+                *(grad, gate_up, rows, _words(columns), inverse, factor, amax, num, size),
                 KNOWN=scale is not None,
                 FIRST=first,
                 TOKENS=tile.tokens,
@@ -137,9 +131,50 @@ def swiglu_backward_narrow(
     return _finished(result)
 
 
+@cache
+def are_right(device: torch.device) -> bool:
+    """Whether the kernels, as this machine compiles them, write the right numbers, in both forms. Waits for the device."""
+    generator = torch.Generator(device).manual_seed(0)
+    gate_up = torch.randn(256, 512, device=device, dtype=torch.bfloat16, generator=generator)
+    grad, gain = gate_up[:, :256].contiguous(), gate_up[0, :256].contiguous()
+    scale = torch.full((1,), 16.0, device=device)
+    known: dict[str, Any] = {"scale": scale, "scale_inv": scale.reciprocal()}
+    wide = gate_up.float().requires_grad_()
+    with torch.enable_grad():
+        gate, up = wide.chunk(2, dim=-1)
+        activated = torch.nn.functional.silu(gate) * up
+    (of_gate_up,) = torch.autograd.grad(activated, wide, grad.float())
+    for options in (known, {}):
+        amax = torch.zeros(2, 1, device=device)
+        if not _is_rounded(swiglu_narrow(gate_up, amax=amax[0], **options), activated.detach(), torch.float8_e4m3fn):
+            return False
+        if not _is_rounded(swiglu_backward_narrow(grad, gate_up, amax=amax[1], **options), of_gate_up, torch.float8_e5m2):
+            return False
+    for added in (None, grad):
+        summed, normed, _ = add_rms_norm_narrow(grad, added, gain, eps=1e-5, amax=torch.zeros(1, device=device), **known)
+        x = summed.float()
+        expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * gain.float()
+        if not _is_rounded(normed, expected, torch.float8_e4m3fn):
+            return False
+    return True
+
+
+def _is_rounded(made: Narrow, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether both forms hold ``expected``, a last bit of fp32 apart: which rounds to another number now and then."""
+    limit = torch.finfo(dtype).max
+    rounded = (expected / made.scale_inv).clamp(-limit, limit).to(dtype).view(torch.uint8)
+    same = (rounded == made.rows).float().mean() > 0.99
+    return bool(same) and torch.equal(made.rows.t(), made.columns)
+
+
 def _empty(like: Tensor, num: int, size: int, dtype: torch.dtype, scale_inv: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     inverse = like.new_empty(1, dtype=torch.float32) if scale_inv is None else scale_inv
     return like.new_empty((num, size), dtype=dtype), like.new_empty((size, num), dtype=dtype), inverse
+
+
+def _words(columns: Tensor) -> Tensor:
+    """``[n, N]`` of 8 bits as ``[n, N/4]`` of 32."""
+    return columns.view(torch.uint8).view(torch.int32)
 
 
 def _finished(result: tuple[Tensor, Tensor, Tensor]) -> Narrow:
@@ -175,7 +210,6 @@ def _add_rms_norm_narrow(
     summed,
     rows,
     columns,
-    inverse,
     scales,
     scale,
     amax,
@@ -183,29 +217,23 @@ def _add_rms_norm_narrow(
     size,
     eps,
     ADDS: tl.constexpr,
-    KNOWN: tl.constexpr,
-    FIRST: tl.constexpr,
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    if KNOWN or FIRST:
-        squares = tl.zeros((TOKENS, FEATURES), dtype=tl.float32)
-        for start in tl.range(0, size, FEATURES, num_stages=3):
-            places = tokens[:, None] * size + (start + tl.arange(0, FEATURES))[None, :]
-            stored = tl.load(hidden + places)
-            if ADDS:
-                stored = (stored.to(tl.float32) + tl.load(added + places).to(tl.float32)).to(stored.dtype)
-                tl.store(summed + places, stored)
-            x = stored.to(tl.float32)
-            squares += x * x
-        rms_inv = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / size + eps)
-        tl.store(scales + tokens, rms_inv)
-        tl.debug_barrier()  # the sums are read again by other threads than wrote them
-    else:
-        rms_inv = tl.load(scales + tokens)
-    if not FIRST:
-        factor = _factor(scale, inverse, KNOWN, 448.0)
+    squares = tl.zeros((TOKENS, FEATURES), dtype=tl.float32)
+    for start in tl.range(0, size, FEATURES, num_stages=3):
+        places = tokens[:, None] * size + (start + tl.arange(0, FEATURES))[None, :]
+        stored = tl.load(hidden + places)
+        if ADDS:
+            stored = (stored.to(tl.float32) + tl.load(added + places).to(tl.float32)).to(stored.dtype)
+            tl.store(summed + places, stored)
+        x = stored.to(tl.float32)
+        squares += x * x
+    rms_inv = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / size + eps)
+    tl.store(scales + tokens, rms_inv)
+    tl.debug_barrier()  # the sums are read again by other threads than wrote them
+    factor = tl.load(scale)
     largest = tl.zeros((TOKENS, FEATURES), dtype=tl.float32)
     for start in tl.range(0, size, FEATURES, num_stages=3):
         features = start + tl.arange(0, FEATURES)
@@ -213,12 +241,10 @@ def _add_rms_norm_narrow(
         x = tl.load(summed + places).to(tl.float32)
         normed = x * rms_inv[:, None] * tl.load(gain + features).to(tl.float32)[None, :]
         largest = tl.maximum(largest, tl.abs(normed))
-        if not FIRST:
-            narrow = _rounded(normed, factor, 448.0).to(tl.float8e4nv)
-            tl.store(rows + places, narrow)
-            tl.store(columns + features[:, None].to(tl.int64) * num + tokens[None, :], tl.trans(narrow))
-    if KNOWN or FIRST:
-        tl.atomic_max(amax, tl.max(largest), sem="relaxed")
+        narrow = _rounded(normed, factor, 448.0).to(tl.float8e4nv)
+        tl.store(rows + places, narrow)
+        tl.store(columns + features[:, None].to(tl.int64) * num + tokens[None, :], tl.trans(narrow))
+    tl.atomic_max(amax, tl.max(largest), sem="relaxed")
 
 
 @triton.jit
@@ -236,18 +262,28 @@ def _swiglu_narrow(
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    # See Note [Four tokens in a word].
+    words = tl.program_id(0).to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
     features = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
-    source = gate_up + tokens[:, None] * (2 * size) + features[None, :]
-    gate = tl.load(source).to(tl.float32)
-    up = tl.load(source + size).to(tl.float32)
-    result = gate * tl.sigmoid(gate) * up
-    if KNOWN or FIRST:
-        tl.atomic_max(amax, tl.max(tl.abs(result)), sem="relaxed")
+    largest = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.float32)
+    packed = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.int32)
     if not FIRST:
-        narrow = _rounded(result, _factor(scale, inverse, KNOWN, 448.0), 448.0).to(tl.float8e4nv)
-        tl.store(rows + tokens[:, None] * size + features[None, :], narrow)
-        tl.store(columns + features[:, None].to(tl.int64) * num + tokens[None, :], tl.trans(narrow))
+        factor = _factor(scale, inverse, KNOWN, 448.0)
+    for place in tl.static_range(4):
+        tokens = words * 4 + place
+        source = gate_up + tokens[:, None] * (2 * size) + features[None, :]
+        gate = tl.load(source).to(tl.float32)
+        up = tl.load(source + size).to(tl.float32)
+        result = gate * tl.sigmoid(gate) * up
+        largest = tl.maximum(largest, tl.abs(result))
+        if not FIRST:
+            narrow = _rounded(result, factor, 448.0).to(tl.float8e4nv)
+            tl.store(rows + tokens[:, None] * size + features[None, :], narrow)
+            packed = packed | (narrow.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * place))
+    if KNOWN or FIRST:
+        tl.atomic_max(amax, tl.max(largest), sem="relaxed")
+    if not FIRST:
+        tl.store(columns + features[:, None].to(tl.int64) * (num // 4) + words[None, :], tl.trans(packed))
 
 
 @triton.jit
@@ -266,23 +302,34 @@ def _swiglu_backward_narrow(
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    # See Note [Four tokens in a word].
+    words = tl.program_id(0).to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
     features = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
-    places = tokens[:, None] * (2 * size) + features[None, :]
-    gate = tl.load(gate_up + places).to(tl.float32)
-    up = tl.load(gate_up + places + size).to(tl.float32)
-    of_result = tl.load(grad + tokens[:, None] * size + features[None, :]).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    of_up = of_result * gate * sigmoid
-    of_gate = of_result * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    if KNOWN or FIRST:
-        tl.atomic_max(amax, tl.max(tl.maximum(tl.abs(of_gate), tl.abs(of_up))), sem="relaxed")
+    largest = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.float32)
+    packed_gate = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.int32)
+    packed_up = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.int32)
     if not FIRST:
         factor = _factor(scale, inverse, KNOWN, 57344.0)
-        across = features[:, None].to(tl.int64) * num + tokens[None, :]
-        narrow = _rounded(of_gate, factor, 57344.0).to(tl.float8e5)
-        tl.store(rows + places, narrow)
-        tl.store(columns + across, tl.trans(narrow))
-        narrow = _rounded(of_up, factor, 57344.0).to(tl.float8e5)
-        tl.store(rows + places + size, narrow)
-        tl.store(columns + tl.cast(size, tl.int64) * num + across, tl.trans(narrow))
+    for place in tl.static_range(4):
+        tokens = words * 4 + place
+        places = tokens[:, None] * (2 * size) + features[None, :]
+        gate = tl.load(gate_up + places).to(tl.float32)
+        up = tl.load(gate_up + places + size).to(tl.float32)
+        of_result = tl.load(grad + tokens[:, None] * size + features[None, :]).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        of_up = of_result * gate * sigmoid
+        of_gate = of_result * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        largest = tl.maximum(largest, tl.maximum(tl.abs(of_gate), tl.abs(of_up)))
+        if not FIRST:
+            narrow = _rounded(of_gate, factor, 57344.0).to(tl.float8e5)
+            tl.store(rows + places, narrow)
+            packed_gate = packed_gate | (narrow.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * place))
+            narrow = _rounded(of_up, factor, 57344.0).to(tl.float8e5)
+            tl.store(rows + places + size, narrow)
+            packed_up = packed_up | (narrow.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * place))
+    if KNOWN or FIRST:
+        tl.atomic_max(amax, tl.max(largest), sem="relaxed")
+    if not FIRST:
+        across = features[:, None].to(tl.int64) * (num // 4) + words[None, :]
+        tl.store(columns + across, tl.trans(packed_gate))
+        tl.store(columns + tl.cast(size, tl.int64) * (num // 4) + across, tl.trans(packed_up))

@@ -2,13 +2,15 @@
 
 Note [Which kernel]
 Products and casts are Transformer Engine's. A norm or an activation that goes into a product with one factor a tensor is
-computed, rounded and written in both forms by the kernels of ``kernels/narrow.py``, in one pass over memory, or in two where
-the factor is not known beforehand; Transformer Engine writes 16 bits in between, or one form at a time. Block formats, sizes
-that are no whole tiles and other dtypes take that way here too.
+computed, rounded and written in both forms by the kernels of ``kernels/narrow.py``, in one pass over memory, or for SwiGLU in
+two where the factor is not known beforehand; Transformer Engine writes 16 bits in between, or one form at a time. Norms without
+a factor, block formats, sizes that are no whole tiles and other dtypes take that way here too, and everything on a machine
+that compiles the kernels wrongly.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -42,7 +44,7 @@ class TeOperations:
         self._storage: Any = import_module("transformer_engine.pytorch.tensor.storage.float8_tensor_storage")
         self._kernels: Any = None
         if fused and options is not None and options.is_per_tensor and available():
-            self._kernels = import_module("lightning_megatron.kernels.narrow")
+            self._kernels = _checked_kernels(device)
         self._quantizers: dict[str, Any] = {} if options is None else self._own_scale_quantizers(options)
 
     def __deepcopy__(self, memo: dict[int, object]) -> TeOperations:
@@ -112,11 +114,14 @@ class TeOperations:
         usable = self._kernels is not None and slot is not None and x.dtype == torch.bfloat16
         return self._kernels if usable and self._kernels.fits(num, size) else None
 
+    def _is_known(self, slot: Slot) -> bool:
+        """Whether there is a factor before there is the tensor."""
+        return self._options is not None and self._options.recipe == "delayed" and slot.scales.is_warm
+
     def _made(self, slot: Slot, compute: Callable[..., Any], record: bool) -> tuple[Narrow, tuple[Any, ...]]:
         """Call a kernel with its factor; what Transformer Engine multiplies, and what else the kernel returned."""
         assert self._options is not None
-        is_known = self._options.recipe == "delayed" and slot.scales.is_warm
-        if is_known:
+        if self._is_known(slot):
             amax = slot.amax if record else slot.scratch
             result = compute(amax=amax, scale=slot.scale, scale_inv=slot.scale_inv)
             quantizer = self._delayed(slot, record)
@@ -144,7 +149,7 @@ class TeOperations:
     ) -> tuple[Tensor, Narrow, Tensor] | None:
         """See ``Operations``."""
         kernels = self._fused(slot, hidden, *hidden.shape)
-        if kernels is None or slot is None:
+        if kernels is None or slot is None or not self._is_known(slot):
             return None
         narrow, (summed, _, scales) = self._made(
             slot, partial(kernels.add_rms_norm_narrow, hidden, added, gain, eps=eps), record
@@ -195,6 +200,18 @@ class TeOperations:
         self._gemm(
             x, grad, out_dtype=total.dtype, layout="NT", grad=True, accumulate=True, out=total, use_split_accumulator=True
         )
+
+
+def _checked_kernels(device: torch.device) -> Any:
+    kernels = import_module("lightning_megatron.kernels.narrow")
+    if kernels.are_right(device):
+        return kernels
+    warnings.warn(
+        "Triton compiles this project's 8-bit kernels wrongly on this machine; Transformer Engine's take their place, at the "
+        "cost of more passes over memory.",
+        stacklevel=2,
+    )
+    return None
 
 
 def _role(slot: Slot) -> str:
