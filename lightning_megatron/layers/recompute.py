@@ -61,17 +61,17 @@ class Recompute:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ValueError(f"Recompute(every={self.every}) must be 1 (every layer) or more.")
-        if not self.names or not all(isinstance(name, str) and name for name in self.names):
+        if not self.groups or not all(isinstance(name, str) and name for name in self.groups):
             raise ValueError(
                 f"recompute={self.modules!r} names no module; use {', '.join((*PRESETS, *NAMES))} or patterns such as "
                 f"'layers.*.mlp', or leave recompute=None."
             )
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names and patterns, presets spelled out."""
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """Names and patterns as they were given, and what they stand for."""
         given = (self.modules,) if isinstance(self.modules, str) else tuple(self.modules)
-        return tuple(name for one in given for name in PRESETS.get(one, (one,)))
+        return {name: PRESETS.get(name, (name,)) for name in given}
 
     @classmethod
     def of(cls, given: Recompute | str | Sequence[str] | None) -> Recompute | None:
@@ -214,16 +214,13 @@ def _drop(module: nn.Module, outputs: DroppedOutputs) -> None:
 
 def _select(module: nn.Module, layers: list[Layer], options: Recompute, *, is_whole: bool) -> _Selection:
     found = _Selection({}, {})
-    for name in options.names:
-        any_layer = False
-        for path, child, layer in _matching(module, layers, name):
-            any_layer = True
-            if layer is not None and layer.index % options.every:
-                continue
-            drops = layer is not None and _drops(child, name)
-            (found.dropped if drops else found.checkpointed)[path] = child
-        if is_whole and not any_layer:
-            raise ValueError(_nothing(module, layers, name))
+    for given, names in options.groups.items():
+        matching = [match for name in names for match in _matching(module, layers, name)]
+        if is_whole and not matching:
+            raise ValueError(_nothing(module, layers, given))
+        for path, child, layer, drops in matching:
+            if layer is None or layer.index % options.every == 0:
+                (found.dropped if drops else found.checkpointed)[path] = child
     outer = list(found.checkpointed)
     found.checkpointed = {path: child for path, child in found.checkpointed.items() if not _is_inside(path, outer)}
     found.dropped = {p: child for p, child in found.dropped.items() if p not in outer and not _is_inside(p, outer)}
@@ -234,25 +231,22 @@ def _is_inside(path: str, others: Sequence[str]) -> bool:
     return any(path.startswith(f"{other}.") for other in others)
 
 
-def _drops(module: nn.Module, name: str) -> bool:
-    return name == "mlp_act" or isinstance(module, (*_NORMS, *_ACTIVATIONS))
-
-
-def _matching(module: nn.Module, layers: list[Layer], name: str) -> Iterator[tuple[str, nn.Module, Layer | None]]:
-    """Modules of that name, each with the layer that it is (in)."""
+def _matching(module: nn.Module, layers: list[Layer], name: str) -> Iterator[tuple[str, nn.Module, Layer | None, bool]]:
+    """Modules of that name, each with the layer that it is (in), and whether its output is dropped."""
     if name not in NAMES:
         starts = _starts(module)
         for path, child in module.named_modules():
             if any(_fits(path[len(start) :], name) for start in starts if path.startswith(start)):
-                yield path, child, next((one for one in layers if f"{path}.".startswith(f"{one.name}.")), None)
+                layer = next((one for one in layers if f"{path}.".startswith(f"{one.name}.")), None)
+                yield path, child, layer, layer is not None and isinstance(child, (*_NORMS, *_ACTIVATIONS))
         return
     for layer in layers:
         if name == "layer":
-            yield layer.name, layer.module, layer
+            yield layer.name, layer.module, layer, False
             continue
         for path, child in layer.module.named_modules(prefix=layer.name):
             if isinstance(child, _KINDS[name]):
-                yield path, child, layer
+                yield path, child, layer, name in ("norm", "mlp_act")
 
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {

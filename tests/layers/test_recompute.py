@@ -310,12 +310,31 @@ def test_a_change_in_place_is_found() -> None:
         outcome(model, INPUT)
 
 
+def test_selective_takes_what_there_is_of_it() -> None:
+    class OnlyNorm(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.Tanh()
+
+    class WithoutActivation(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([OnlyNorm()])
+
+    model = made(WithoutActivation)
+    expected = outcome(model, INPUT)
+    recompute(model, Recompute.of("selective"))
+    assert_same_bits(outcome(model, INPUT), expected)
+    with pytest.raises(ValueError, match="'selective' fits no module of Plain"):
+        recompute(made(Plain), Recompute.of("selective"))
+
+
 @pytest.mark.parametrize(
     ("module", "way", "parts"),
     [
         (Stack, ["attention_core"], ["'attention_core' fits no module of Stack", "layers.0", "norm, up"]),
         (Stack, ["layers.*.mlp"], ["'layers.*.mlp' fits no module of Stack", "norm, up"]),
-        (Plain, "full", ["'layer' fits no module of Plain", "no layers", "'encoder'"]),
+        (Plain, "full", ["'full' fits no module of Plain", "no layers", "'encoder'"]),
     ],
     ids=str,
 )
