@@ -77,7 +77,7 @@ def split_batch(batch: Any, *, micro_batch_size: int | None = None, num_microbat
         return MicroBatches([batch], sizes)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     ranges = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    return MicroBatches([_part(batch, rows, num_samples, is_root=True) for rows in ranges], sizes)
+    return MicroBatches([rows_of(batch, rows, num_samples) for rows in ranges], sizes)
 
 
 def _sizes(num_samples: int, micro_batch_size: int | None, num_microbatches: int | None) -> list[int]:
@@ -96,6 +96,11 @@ def _sizes(num_samples: int, micro_batch_size: int | None, num_microbatches: int
         return [micro_batch_size] * full + [rest] * (rest > 0)
     number = min(num_microbatches or 1, num_samples)
     return [num_samples // number + (i < num_samples % number) for i in range(number)]
+
+
+def rows_of(batch: Any, rows: slice, num_samples: int) -> Any:
+    """Some of the samples of a batch that holds ``num_samples``, by the rule of ``split_batch``. Views, no copies."""
+    return _part(batch, rows, num_samples, is_root=True)
 
 
 def _part(node: Any, rows: slice, num_samples: int, *, is_root: bool = False) -> Any:

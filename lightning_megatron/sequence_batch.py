@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_map_only
 from lightning_megatron.comm import all_gather
 from lightning_megatron.context_parallel.layout import SequenceLayout, end_borders
 from lightning_megatron.mesh import Axis, Mesh
-from lightning_megatron.micro_batch import MicroBatches, leaves, open_container
+from lightning_megatron.micro_batch import MicroBatches, leaves, open_container, rows_of
 from lightning_megatron.pipeline.model import PipelineModel
 
-PACKING = ("cu_seqlens", "max_seqlen")
+PACKING = ("cu_seqlens", "max_seqlen", "deal_rows")
 """Entries of a batch that describe its documents; they stay as they are."""
 _IGNORED_LABEL = -100
 
@@ -47,6 +47,7 @@ class SequenceCut:
 
         With ``cu_seqlens`` in the batch (``[B, n + 1]``, or ``[n + 1]`` of a single row) each document is cut on its own.
         A length that does not divide is padded at the end: labels and targets by -100, tokens, positions and masks by 0.
+        With a true ``deal_rows`` in the batch each rank gets whole rows instead, every ``cp``-th.
 
         Args:
             batch: tensors in any nest of dicts, lists, tuples and dataclasses.
@@ -54,12 +55,15 @@ class SequenceCut:
             padding: what to pad other tensors by, by their names in the batch.
 
         Raises:
-            ValueError: no tensor has a sequence dim; a length needs padding, and it is not known by what; documents do not
-                divide.
+            ValueError: no tensor has a sequence dim; a length needs padding, and it is not known by what; documents, or rows
+                to deal, do not divide.
         """
+        if isinstance(batch, Mapping) and batch.get("deal_rows") and self.size > 1:
+            return self._deal(batch)
         length = sequence_length(batch) if length is None else length
         padded = length + -length % self.multiple if self.size > 1 else length
-        self.layout = SequenceLayout(padded, length, self.size, self.rank, *self._documents(batch, padded))
+        documents = self._documents(batch, padded, is_cut=self.size > 1)
+        self.layout = SequenceLayout(padded, length, self.size, self.rank, *documents)
         if self.size == 1:
             return batch
         return self._cut(batch, length, dict(padding or {}), name=None)
@@ -80,13 +84,26 @@ class SequenceCut:
             return tensor.index_select(1, index[0])
         return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], index]
 
-    def _documents(self, batch: Any, padded: int) -> tuple[Tensor | None, int | None]:
+    def _deal(self, batch: Mapping[str, Any]) -> Any:
+        """Every ``size``-th row, beginning with row ``rank``: ``[B, S, ...] -> [B / size, S, ...]``."""
+        length, num_rows = sequence_length(batch), next(_named(batch)).shape[0]
+        if num_rows % self.size:
+            raise ValueError(
+                f"deal_rows: {num_rows} rows do not divide over the cp={self.size} ranks that they are dealt to; give a "
+                f"multiple, rows of padding among them."
+            )
+        own = rows_of(batch, slice(self.rank, None, self.size), num_rows)
+        borders, longest = self._documents(own, length, is_cut=False)
+        self.layout = SequenceLayout(length, length, cu_seqlens=borders, max_document=longest, dealt=self.size)
+        return own
+
+    def _documents(self, batch: Any, padded: int, *, is_cut: bool) -> tuple[Tensor | None, int | None]:
         borders = batch.get("cu_seqlens") if isinstance(batch, Mapping) else None
         if borders is None:
             return None, None
         num_rows = next(leaf.shape[0] for leaf in _named(batch) if leaf is not borders and leaf.dim() > 1)
         borders = end_borders(borders, num_rows, padded)
-        if self.size > 1 and (borders.device.type == "cpu" or self._checks):
+        if is_cut and (borders.device.type == "cpu" or self._checks):
             self._check(borders)
         longest = batch.get("max_seqlen")
         return borders, None if longest is None else int(longest)
@@ -195,9 +212,14 @@ def _check_knows_layouts(module: nn.Module, mesh: Mesh) -> None:
 
 
 def joined(output: Any, layout: SequenceLayout | None, axis: Axis) -> Any:
-    """Per-token outputs of all ranks in order, without padding: ``[B, S/cp, ...] -> [B, S, ...]``; the rest stays."""
-    if layout is None or layout.size == 1:
+    """Per-token outputs of all ranks in order, without padding: ``[B, S/cp, ...] -> [B, S, ...]``; the rest stays.
+
+    Where rows were dealt, ``[B/cp, S, ...] -> [B, S, ...]``.
+    """
+    if layout is None or layout.size * layout.dealt == 1:
         return output
+    if layout.dealt > 1:
+        return tree_map_only(Tensor, lambda tensor: _undealt(tensor, layout, axis), output)
 
     def whole(tensor: Tensor) -> Tensor:
         if tensor.dim() < 2 or tensor.shape[1] != layout.local_length:
@@ -208,6 +230,14 @@ def joined(output: Any, layout: SequenceLayout | None, axis: Axis) -> Any:
         return gathered[rows, index][:, : layout.num_real]
 
     return tree_map_only(Tensor, whole, output)
+
+
+def _undealt(tensor: Tensor, layout: SequenceLayout, axis: Axis) -> Tensor:
+    if tensor.dim() < 2 or tensor.shape[1] != layout.length:
+        return tensor
+    parts = all_gather(tensor, axis, dim=0).unflatten(0, (axis.size, -1))  # type: ignore[no-untyped-call]
+    rows: Tensor = parts.transpose(0, 1).flatten(0, 1)
+    return rows
 
 
 def sequence_length(batch: Any) -> int:

@@ -29,8 +29,8 @@ class BlockAttention:
 
     Args:
         dropout: probability of dropping an attention weight.
-        kernel: ``math`` for plain torch in fp32 or wider; ``flash`` and ``cudnn`` for fused kernels of torch on CUDA;
-            ``auto`` for flash where it can and math elsewhere.
+        kernel: ``math`` for plain torch in fp32 or wider; ``flash`` and ``cudnn`` for fused kernels of torch on CUDA, where a
+            tile has a form that they know; ``auto`` for cuDNN on Hopper and later if the tile is worth it, and flash.
     """
 
     dropout: float = 0.0
@@ -49,7 +49,7 @@ class BlockAttention:
             The output ``[n_q, B, h, d]`` and the log-sum-exp ``[n_q, B, h]``, fp32 or wider (``-inf``, with output 0, for a
             query that sees no key), and the random state that the backward repeats.
         """
-        kernel = self._kernel(q, tile)
+        kernel = self._kernel(q, k, tile)
         if kernel == "cudnn":
             return _cudnn_forward(q, k, v, tile, self.dropout)
         if kernel == "flash":
@@ -73,20 +73,22 @@ class BlockAttention:
 
         Shapes as in ``forward``; in the dtype of q or wider.
         """
-        kernel = self._kernel(q, tile)
+        kernel = self._kernel(q, k, tile)
         if kernel == "cudnn":
             return _cudnn_backward(grad, q, k, v, out, lse, tile, self.dropout, random)
         if kernel == "flash":
             return _flash_backward(grad, q, k, v, out, lse, tile, self.dropout, random)
         return _math_backward(grad, q, k, v, out, lse, tile, _Masks(self.dropout, random[0], q.device))
 
-    def _kernel(self, q: Tensor, tile: Tile) -> Kernel:
+    def _kernel(self, q: Tensor, k: Tensor, tile: Tile) -> Kernel:
         size = q.shape[-1]
         narrow = q.dtype in (torch.float16, torch.bfloat16)
         if self.kernel == "math" or q.device.type != "cuda" or not narrow or tile.form == "masked" or size % 8 or size > 256:
             return "math"
-        dense = tile.lengths is None and tile.window is None and (tile.form == "full" or _is_square(tile, q))
-        return "cudnn" if self.kernel == "cudnn" and dense else "flash"
+        # Of a causal tile that is not square cuDNN would take another diagonal.
+        plain = tile.lengths is None and tile.window is None and (tile.form == "full" or q.shape[0] == k.shape[0])
+        wanted = self.kernel == "cudnn" or (self.kernel == "auto" and self.dropout == 0.0 and _suits_cudnn(q, k))
+        return "cudnn" if plain and wanted else "flash"
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,8 +97,10 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out * (lse - both).exp()[..., None] + other * (other_lse - both).exp()[..., None], both
 
 
-def _is_square(tile: Tile, q: Tensor) -> bool:
-    return isinstance(tile.q, slice) and tile.q == tile.k
+def _suits_cudnn(q: Tensor, k: Tensor) -> bool:
+    """Whether cuDNN is the faster: on Hopper and later, at lengths that it does not have to plan anew for each time."""
+    suits = all(length >= 1024 and length % 128 == 0 for length in (q.shape[0], k.shape[0]))
+    return suits and torch.cuda.get_device_capability(q.device) >= (9, 0)
 
 
 class _Masks:

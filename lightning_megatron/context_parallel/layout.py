@@ -27,6 +27,7 @@ class SequenceLayout:
         cu_seqlens: int64 ``[B, n + 1]``, borders of the documents in each row, from 0 to S; repeated borders are empty
             documents. ``None``: each row is one document.
         max_document: length of the longest document, or an upper bound.
+        dealt: ranks over which whole rows were dealt instead, like cards (``size`` is 1 then).
     """
 
     length: int
@@ -35,6 +36,7 @@ class SequenceLayout:
     rank: int = 0
     cu_seqlens: Tensor | None = None
     max_document: int | None = None
+    dealt: int = 1
 
     @property
     def local_length(self) -> int:

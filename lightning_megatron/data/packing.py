@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.context_parallel.balance import attention_pairs
+from lightning_megatron.micro_batch import MicroBatches
+
 IGNORE_INDEX = -100
 
 
@@ -118,3 +121,67 @@ class PackingCollator:
         borders = torch.full((number,), self.seq_len, dtype=torch.int32)
         borders[: len(sizes) + 1] = torch.tensor([0, *sizes]).cumsum(0)
         return borders
+
+
+class DynamicPackingCollator:
+    """A collate function under context parallelism that cuts only the documents that are too long for one rank.
+
+    Cutting a document costs an exchange of its keys and values; a short one is cut into slivers for nothing. So documents of
+    up to ``seq_len / cp`` tokens are packed into rows of that length, ``cp`` rows a micro-batch, of which each rank gets one
+    (``deal_rows``); longer ones are packed into rows of ``seq_len``, one a micro-batch, and cut. A rank holds ``seq_len / cp``
+    tokens either way. Rows that are dealt together are those whose attention costs about the same, so that no rank waits
+    long for another.
+
+    The batch is a ``MicroBatches`` of what ``PackingCollator`` makes: give the strategy no size of micro-batches that would
+    contradict it. The documents that are cut come first.
+
+    Args:
+        seq_len: S, tokens of a row that is cut; a multiple of ``2 * cp`` times cp.
+        cp: context-parallel ranks.
+        pad_token: token that stands at padding.
+
+    Raises:
+        ValueError: S does not divide; in a call: a document is longer than S.
+    """
+
+    def __init__(self, seq_len: int, cp: int, *, pad_token: int = 0) -> None:
+        if cp < 1 or seq_len % (2 * cp * cp):
+            raise ValueError(
+                f"seq_len={seq_len} does not divide by 2 * cp * cp = {2 * cp * cp}: rows are cut into 2 * cp chunks, and a "
+                f"rank's share, a row of its own, into as many. Choose a multiple."
+            )
+        self.cp, self._share = cp, seq_len // cp
+        self._cut = PackingCollator(seq_len, multiple_of=2 * cp, pad_token=pad_token)
+        self._whole = PackingCollator(self._share, pad_token=pad_token)
+
+    def __call__(self, documents: Sequence[Tensor | Mapping[str, Tensor]]) -> MicroBatches:
+        """Pack one batch; see the class."""
+        lengths = [len(document["tokens"] if isinstance(document, Mapping) else document) for document in documents]
+        long, short = (
+            [d for d, n in zip(documents, lengths, strict=True) if (n > self._share) is is_long] for is_long in (True, False)
+        )
+        parts: list[dict[str, Any]] = []
+        if long:
+            packed = self._cut(long)
+            parts += [self._rows(packed, [row]) for row in range(len(packed["tokens"]))]
+        if short:
+            packed = self._whole(short)
+            costs = [sum(map(attention_pairs, borders)) for borders in packed["cu_seqlens"].diff(dim=1).tolist()]
+            order = sorted(range(len(costs)), key=lambda row: (-costs[row], row))
+            for start in range(0, len(order), self.cp):
+                parts.append({**self._dealt(packed, order[start : start + self.cp]), "deal_rows": True})
+        return MicroBatches(parts)
+
+    def _dealt(self, packed: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+        """One row for each rank; rows of padding where there are too few."""
+        found = self._rows(packed, rows)
+        missing = self.cp - len(rows)
+        fill = {"tokens": self._whole.pad_token, "labels": IGNORE_INDEX, "cu_seqlens": self._share}
+        for name, value in fill.items() if missing else ():
+            found[name] = F.pad(found[name], (0, 0, 0, missing), value=value)
+        found["cu_seqlens"][:, 0] = 0
+        return found
+
+    @staticmethod
+    def _rows(packed: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+        return {name: value[rows] if isinstance(value, Tensor) else value for name, value in packed.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.data.packing import PackingCollator
+from lightning_megatron.data.packing import DynamicPackingCollator, PackingCollator
 from lightning_megatron.initialize import load_unsharded
 from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.models.gpt import IGNORE_INDEX
@@ -46,6 +47,9 @@ CASES: dict[str, tuple[int, dict[str, Any], GPTConfig]] = {
     "cp4 a2a, fewer kv heads than ranks": (4, {"cp": 4, "cp_comm": "a2a"}, ONE_KV_HEAD),
     "cp4 a2a+p2p": (4, {"cp": 4, "cp_comm": "a2a+p2p"}, LLAMA_GQA),
     "cp2 tp2 a2a": (4, {"cp": 2, "tp": 2, "cp_comm": "a2a"}, LLAMA_GQA),
+    "cp2 recompute": (2, {"cp": 2, "recompute": "full"}, LLAMA_GQA),
+    "cp2 pp2 recompute": (4, {"cp": 2, "pp": 2, "micro_batch_size": 4, "recompute": "full"}, LLAMA_GQA),
+    "cp2 loss in chunks": (2, {"cp": 2}, replace(LLAMA_GQA, loss_chunks=2)),
     "cp2 window": (2, {"cp": 2}, WINDOW),
     "cp2 all_gather window": (2, {"cp": 2, "cp_comm": "all_gather"}, WINDOW),
     "cp2 full": (2, {"cp": 2}, FULL),
@@ -79,6 +83,24 @@ def test_one_sgd_step_equals_one_process(case: str) -> None:
         lambda: harness.strategy_run(config, options, optimizer="sgd", precision="64-true", steps=1), world_size
     )
     assert_same(ranks, whole(config), losses="dp2" not in case)
+
+
+def test_accumulated_batches_equal_one_process() -> None:
+    run = lambda: harness.strategy_run(  # noqa: E731
+        LLAMA_GQA, {"cp": 2}, optimizer="sgd", precision="64-true", steps=1, accumulate=3
+    )
+    assert_same(run_distributed(run, 2), whole(LLAMA_GQA), losses=False)
+
+
+def test_recomputed_layers_draw_the_same_dropout_masks() -> None:
+    config = replace(LLAMA_GQA, attention_dropout=0.3, hidden_dropout=0.2)
+
+    def run(recompute: str | None) -> Outcome:
+        options = {"cp": 2, "recompute": recompute}
+        return harness.strategy_run(config, options, optimizer="sgd", precision="64-true", steps=1)
+
+    kept, again = (run_distributed(lambda: run(recompute), 2) for recompute in (None, "full"))  # noqa: B023
+    assert all(torch.equal(kept[0].final[name], value) for name, value in again[0].final.items())
 
 
 def test_replicas_are_bitwise_equal_after_three_adamw_steps() -> None:
@@ -120,14 +142,13 @@ def one_by_one(config: GPTConfig) -> Outcome:
     return Outcome({k: harness._cut(v, final[k]) for k, v in initial.items()}, final, [float(loss.detach())], [norm])
 
 
-def packed_run(config: GPTConfig, options: dict[str, Any], *, multiple_of: int) -> Outcome:
+def packed_run(config: GPTConfig, options: dict[str, Any], *, collate: Callable[..., Any]) -> Outcome:
     L.seed_everything(SEED, verbose=False)
     strategy = MegatronStrategy(**options)
     module = harness.ParityModule(config, optimizer="sgd", dtype=torch.float64)
     devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, precision="64-true", max_steps=1, **quiet)
-    collate = PackingCollator(SEQUENCE, multiple_of=multiple_of)
     samples = documents(config.vocab_size)
     loader = DataLoader(samples, batch_size=len(samples) // strategy.dp_size, collate_fn=collate)  # type: ignore[arg-type]
     trainer.fit(module, loader)
@@ -154,8 +175,27 @@ PACKED: dict[str, tuple[int, dict[str, Any], GPTConfig, int]] = {
 @pytest.mark.parametrize("case", PACKED)
 def test_packed_documents_train_as_they_would_one_by_one(case: str) -> None:
     world_size, options, config, multiple_of = PACKED[case]
-    ranks = run_distributed(lambda: packed_run(config, options, multiple_of=multiple_of), world_size)
+    collate = PackingCollator(SEQUENCE, multiple_of=multiple_of)
+    ranks = run_distributed(lambda: packed_run(config, options, collate=collate), world_size)
     assert_same(ranks, one_by_one(config), losses="dp2" not in case)
+
+
+DYNAMIC: dict[str, tuple[int, dict[str, Any], int]] = {
+    "cp2": (2, {"cp": 2}, 24),
+    "cp4": (4, {"cp": 4}, 32),
+    "cp2 tp2": (4, {"cp": 2, "tp": 2}, 24),
+    "cp2 pp2": (4, {"cp": 2, "pp": 2}, 24),
+    "cp2 dp2": (4, {"cp": 2}, 24),
+}
+
+
+@pytest.mark.parametrize("case", DYNAMIC)
+def test_documents_that_fit_one_rank_stay_whole_and_train_the_same(case: str) -> None:
+    world_size, options, seq_len = DYNAMIC[case]
+    collate = DynamicPackingCollator(seq_len, options["cp"])
+    assert {bool(part.get("deal_rows")) for part in collate(documents(67))} == {True, False}
+    ranks = run_distributed(lambda: packed_run(LLAMA_GQA, options, collate=collate), world_size)
+    assert_same(ranks, one_by_one(LLAMA_GQA), losses="dp2" not in case)
 
 
 # A rank without any valid token.

@@ -123,6 +123,23 @@ def test_labels_are_shifted_before_the_cut_and_the_logged_loss_is_that_of_all_to
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
 
 
+def validated(options: dict[str, Any]) -> float:
+    """The validation loss over two batches with uneven masks."""
+    L.seed_everything(3, verbose=False)
+    samples = rows(number=8)
+    for number, sample in enumerate(samples):
+        sample["labels"][:number] = -100
+    samples = [{name: value[0] if value.dim() > 1 else value for name, value in sample.items()} for sample in samples]
+    (found,) = trainer_of(options).validate(GPTModule(LLAMA_GQA), DataLoader(samples, batch_size=4), verbose=False)
+    return found["val_loss"]
+
+
+def test_the_validation_loss_counts_tokens_as_one_process_does() -> None:
+    (expected,) = run_distributed(lambda: validated({}), 1)
+    for found in run_distributed(lambda: validated({"cp": 2}), 2):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 class Plain(L.LightningModule):
     """What a user writes: a step of their own, per-token predictions."""
 
@@ -175,6 +192,22 @@ def test_predictions_of_each_token_come_back_in_order_without_padding(world_size
         assert torch.equal(found["best"], expected["best"])
         torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-4, atol=1e-5)
         assert found["number"] in (0, [0, 0])  # one for each micro-batch
+
+
+def dealt(options: dict[str, Any]) -> list[Any]:
+    batch = {"tokens": torch.stack([row["tokens"] for row in rows()]).flatten(0, 1)[:4], "deal_rows": True}
+    return trainer_of(options).predict(Plain(), DataLoader([batch], batch_size=None))  # type: ignore[return-value]
+
+
+def test_predictions_for_rows_that_were_dealt_come_back_in_order() -> None:
+    ((expected,),) = run_distributed(lambda: dealt({}), 1)
+    for (found,) in run_distributed(lambda: dealt({"cp": 2}), 2):
+        assert torch.equal(found["best"], expected["best"])
+
+
+def test_rows_that_cannot_be_dealt_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 rows do not divide over the cp=2 ranks that they are dealt to"):
+        cut_of(0)({"tokens": torch.ones(3, 8), "deal_rows": True})
 
 
 def fitted(shard: str) -> list[Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.data.packing import PackingCollator, first_fit_decreasing
+from lightning_megatron.data.packing import DynamicPackingCollator, PackingCollator, first_fit_decreasing
 from lightning_megatron.models.gpt import shift_labels
 
 
@@ -77,3 +77,26 @@ def test_shifted_labels_stop_at_the_borders_of_documents() -> None:
     borders = torch.tensor([[0, 2, 5, 6], [0, 6, 6, 6]])
     expected = [[2, -100, 4, 5, -100, -100], [2, 3, 4, 5, 6, -100]]
     assert shift_labels(tokens, cu_seqlens=borders).tolist() == expected
+
+
+def test_dynamic_packing_cuts_only_what_is_too_long_and_deals_rows_of_like_cost() -> None:
+    generator = random.Random(3)
+    lengths = [generator.choice([3, 9, 17, 30, 50, 100]) for _ in range(40)]
+    documents = [torch.full((n,), i + 1) for i, n in enumerate(lengths)]
+    batch = DynamicPackingCollator(128, 4)(documents)
+    seen: list[int] = []
+    for part in batch:
+        dealt = bool(part.get("deal_rows"))
+        assert part["tokens"].shape == ((4, 32) if dealt else (1, 128))
+        held = [int(token) for token in part["tokens"].unique() if token]
+        assert all((lengths[i - 1] <= 32) is dealt for i in held)
+        assert part["cu_seqlens"][:, 0].eq(0).all()
+        assert part["cu_seqlens"][:, -1].eq(part["tokens"].shape[1]).all()
+        seen += held
+    assert sorted(seen) == list(range(1, 41))
+    assert batch.sizes == [4 if part.get("deal_rows") else 1 for part in batch]
+
+
+def test_dynamic_packing_of_a_length_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"seq_len=24 does not divide by 2 \* cp \* cp = 32"):
+        DynamicPackingCollator(24, 4)
