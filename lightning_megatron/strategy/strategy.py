@@ -80,7 +80,7 @@ class MegatronStrategy(SteppingStrategy):
             ``"5,8,8,7"`` or ``"4,7*2,4"`` for 4,7,7,4; ``"auto"`` to split by cost, head included; by default evenly.
         order: axes over ranks, the fastest first.
         backend: what our models' layers are built of: ``te`` for Transformer Engine, ``torch`` for plain torch with this
-            project's kernels, ``auto`` for Transformer Engine where there is a GPU, the package and a 16-bit precision.
+            project's kernels, ``auto`` for Transformer Engine with FP8 and plain torch without. See docs/precision.md.
         plan: how to cut a model of plain ``nn.Linear`` layers. Only ``None`` in this version.
         recompute: activations that the backward computes again: ``full`` (each layer), ``selective`` (norms and activations
             of feed-forward blocks), a list of names (``norm``, ``mlp_act``, ``attention_core``, ``mlp``, ``layer``, patterns

@@ -247,7 +247,7 @@ class Module(L.LightningModule):
 
 
 def train(
-    layout: dict[str, Any], fp8: Any, *, steps: int = STEPS, backend: str = "auto", precision: Any = "bf16-mixed"
+    layout: dict[str, Any], fp8: Any, *, steps: int = STEPS, backend: str = "te", precision: Any = "bf16-mixed"
 ) -> list[float]:
     """Losses of a run through the Trainer, the same global batches under every layout."""
     L.seed_everything(3, verbose=False)
