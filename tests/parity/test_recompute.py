@@ -20,13 +20,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "pp2 vpp2": (2, {"pp": 2, "vpp": 2, "micro_batch_size": 4}, 1),
     "zbh1": (2, {"pp": 2, "schedule": "zbh1", "micro_batch_size": 4}, 1),
     "zbv": (2, {"pp": 2, "vpp": 2, "schedule": "zbv", "micro_batch_size": 4}, 1),
+    "cp2": (2, {"cp": 2}, 1),
     "tp2 pp2": (4, {"tp": 2, "pp": 2, "micro_batch_size": 4}, 1),
 }
-WAYS: list[Any] = ["full", "selective", ["mlp", "attention_core", "norm"], Recompute("full", every=2)]
+WAYS: list[Any] = [Recompute("full", every=2), "selective", ["mlp", "attention_core", "norm"]]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("precision", "layout"), [*(("bf16-mixed", layout) for layout in LAYOUTS), ("32-true", "one rank"), ("32-true", "tp2 pp2")]
+)
 def test_a_step_with_dropout_is_the_same_bit_by_bit(precision: str, layout: str) -> None:
     world_size, options, accumulate = LAYOUTS[layout]
     config = replace(GPT2_TIED if precision == "32-true" else LLAMA_GQA, hidden_dropout=0.2, attention_dropout=0.1)
