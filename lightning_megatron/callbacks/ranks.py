@@ -36,4 +36,6 @@ def gathered(trainer: Trainer, numbers: list[float]) -> Tensor:
 def log(module: LightningModule, values: dict[str, float], *, shown: tuple[str, ...] = ()) -> None:
     """Log values that are the same on every rank, for this step; the ``shown`` ones in the progress bar."""
     for name, value in values.items():
-        module.log(name, value, on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
+        # Filled on the device: a copy of a number from the host would make the host wait for all that is queued.
+        number = torch.full((), value, device=module.device)
+        module.log(name, number, on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)

@@ -146,7 +146,9 @@ class ActivationOffload:
         return _Moved(known[2], tensor)
 
     def _is_moved(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.device.type != self._device.type or not tensor.is_floating_point():
+        if type(tensor) is not Tensor or tensor.device.type != self._device.type:
+            return False
+        if not tensor.is_floating_point() and tensor.dtype not in (torch.uint8, torch.bool):  # 8-bit numbers, masks
             return False
         storage = tensor.untyped_storage()
         return storage.nbytes() >= self._min_bytes and storage._cdata not in self._fixed

@@ -50,7 +50,7 @@ class Module(GPTModule):
     def log(self, name: str, value: Any, **options: Any) -> None:
         super().log(name, value, **options)
         if "/" in name:
-            self.seen.logged.setdefault(self.num_batches, {})[name] = value
+            self.seen.logged.setdefault(self.num_batches, {})[name] = float(value)
 
     def on_train_end(self) -> None:
         self.seen.by_loggers = {name: float(value) for name, value in self.trainer.logged_metrics.items() if "/" in name}
