@@ -59,7 +59,7 @@ class PlannedSave:
 
         def finish() -> None:
             assert self.metadata is not None
-            storage.write_index(folder, self.metadata, [part for of_rank in everything for part in of_rank])
+            storage.write_index(folder, self.metadata, [part for of_rank in everything for part in of_rank], meta=self.meta)
             files.write_file(folder, files.META_FILE, self.meta)
             files.commit(self.path)
 

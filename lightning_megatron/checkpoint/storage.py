@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lightning_megatron.checkpoint.files import INDEX_FILE, SUMS_FILE, write_file
+from lightning_megatron.checkpoint.files import INDEX_FILE, META_FILE, SUMS_FILE, write_file
 
 Resolve = Callable[[WriteItem], Tensor | io.BytesIO]
 
@@ -91,8 +91,14 @@ def _without_inner_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def write_index(folder: Path, metadata: Metadata, written: Sequence[Written]) -> None:
+def write_index(folder: Path, metadata: Metadata, written: Sequence[Written], *, meta: bytes) -> None:
     """Write the metadata and the checksums (on the first rank), which makes the data readable.
+
+    Args:
+        folder: the directory.
+        metadata: of all ranks' parts.
+        written: where they lie.
+        meta: what will be ``meta.pt``.
 
     Raises:
         RuntimeError: some items were not written.
@@ -108,7 +114,7 @@ def write_index(folder: Path, metadata: Metadata, written: Sequence[Written]) ->
     for part in sorted(written, key=lambda part: (part.file, part.offset)):
         parts.setdefault(part.file, []).append((part.offset, part.length, part.crc))
     index = (folder / INDEX_FILE).read_bytes()
-    parts[INDEX_FILE] = [(0, len(index), zlib.crc32(index))]
+    parts |= {name: [(0, len(data), zlib.crc32(data))] for name, data in ((INDEX_FILE, index), (META_FILE, meta))}
     write_file(folder, SUMS_FILE, json.dumps({"algorithm": "crc32", "files": parts}).encode())
 
 

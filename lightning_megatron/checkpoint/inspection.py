@@ -1,0 +1,200 @@
+"""Look at a checkpoint without a model: what it holds, whether it is sound, and as one file. One process, on the host."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from lightning_megatron.checkpoint import files, storage
+from lightning_megatron.checkpoint.optimizer_state import num_optimizers
+from lightning_megatron.checkpoint.state import nested
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor of a checkpoint.
+
+    Args:
+        key: ``model.<name>``, ``optimizer_<i>.state.<name>.<key>``, ...
+        shape: global.
+        dtype: of its elements.
+        num_parts: how many parts it was written in.
+        num_bytes: of its elements.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_parts: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a checkpoint holds.
+
+    Args:
+        path: where it is.
+        meta: ``meta.pt``: epoch, step, and what else Lightning and the strategy have put there.
+        tensors: in the order of their keys.
+        num_optimizers: optimizers whose states are there.
+        file_bytes: of the directory on the disk.
+        leftovers: what interrupted saves have left beside it.
+    """
+
+    path: Path
+    meta: dict[str, Any]
+    tensors: tuple[SavedTensor, ...]
+    num_optimizers: int
+    file_bytes: int
+    leftovers: tuple[Path, ...]
+
+    def num_bytes(self, head: str) -> int:
+        """Of the tensors whose keys begin with ``head``."""
+        return sum(tensor.num_bytes for tensor in self.tensors if tensor.key.startswith(head))
+
+
+def summarize(path: Path) -> Summary:
+    """Read the index and ``meta.pt`` of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none, or an incomplete one.
+        ValueError: something else is there, or it is damaged.
+    """
+    files.check(path)
+    index = files.read_index(path)
+    tensors = []
+    for key, saved in sorted(index.state_dict_metadata.items()):
+        if isinstance(saved, TensorStorageMetadata):
+            numel, dtype = saved.size.numel(), saved.properties.dtype
+            tensors.append(SavedTensor(key, tuple(saved.size), dtype, len(saved.chunks), numel * dtype.itemsize))
+    size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    meta = files.read_pickled(path / files.META_FILE, weights_only=False)
+    left = files.leftovers(path.absolute().parent)
+    return Summary(path, meta, tuple(tensors), num_optimizers(index), size, tuple(left))
+
+
+def verify(path: Path) -> list[str]:
+    """Read everything in a checkpoint. Returns what is wrong, a line each; nothing if it is sound.
+
+    Checked are: that each tensor is covered by its parts once, that each part lies whole in its file with the bytes that were
+    written, and that it is of the shape and dtype of the index.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or an incomplete one.
+        ValueError: something else is there, or its index is damaged.
+    """
+    files.check(path)
+    index = files.read_index(path)
+    problems = []
+    if not storage.read_sums(path):
+        problems.append(f"{files.SUMS_FILE} is missing: the bytes cannot be compared with those that were written")
+    for key, saved in index.state_dict_metadata.items():
+        if isinstance(saved, TensorStorageMetadata):
+            held = sum(chunk.sizes.numel() for chunk in saved.chunks)
+            if held != saved.size.numel():
+                problems.append(f"{key}: its parts hold {held} of {saved.size.numel()} elements of {tuple(saved.size)}")
+    data = index.storage_data or {}
+    for name in sorted({info.relative_path for info in data.values()}):
+        end = max(info.offset + info.length for info in data.values() if info.relative_path == name)
+        file = path / name
+        if not file.is_file():
+            problems.append(f"{name}: this data file is missing")
+        elif file.stat().st_size != end:
+            problems.append(f"{name}: this data file has {file.stat().st_size} bytes where {end} were written")
+    if problems:
+        return problems
+    places = [(at.fqn, info.relative_path, info.offset, info.length) for at, info in data.items()]
+    places += [(name, name, 0, (path / name).stat().st_size) for name in (files.INDEX_FILE, files.META_FILE)]
+    return storage.changed_parts(path, places) or _unlike(path, index)
+
+
+def _unlike(path: Path, index: Metadata) -> list[str]:
+    """Parts that are not what the index says."""
+    problems = []
+    for key, saved in index.state_dict_metadata.items():
+        for at, part in _parts(path, index, key):
+            if isinstance(saved, BytesStorageMetadata) or isinstance(part, io.BytesIO):
+                continue
+            chunk = next(chunk for chunk in saved.chunks if at.offset is None or chunk.offsets == at.offset)
+            wanted = (tuple(chunk.sizes), saved.properties.dtype)
+            if (tuple(part.shape), part.dtype) != wanted:
+                problems.append(f"{key}: a part of shape {tuple(part.shape)} {part.dtype}, where the index has {wanted}")
+    return problems
+
+
+def _parts(path: Path, index: Metadata, key: str) -> Iterator[tuple[MetadataIndex, Tensor | io.BytesIO]]:
+    value = isinstance(index.state_dict_metadata[key], BytesStorageMetadata)
+    for at, info in (index.storage_data or {}).items():
+        if at.fqn == key:
+            with open(path / info.relative_path, "rb") as stream:
+                stream.seek(info.offset)
+                content = io.BytesIO(stream.read(info.length))
+            yield at, content if value else storage.load_tensor(content)
+
+
+def consolidate(path: Path, file: Path, *, with_optimizer: bool = False) -> int:
+    """Write one ordinary Lightning checkpoint: ``state_dict`` of unsharded tensors and what ``meta.pt`` holds.
+
+    The whole model has to fit into host memory. The file appears when it is complete.
+
+    Args:
+        path: the checkpoint directory.
+        file: the file to write; one that is there is replaced.
+        with_optimizer: also put the optimizers' states together (``optimizer_states``), which may need trust in the checkpoint.
+
+    Returns:
+        The number of tensors in ``state_dict``.
+
+    Raises:
+        FileNotFoundError, ValueError: as ``summarize``.
+    """
+    files.check(path)
+    index = files.read_index(path)
+    content = files.read_pickled(path / files.META_FILE, weights_only=False)
+    content["state_dict"] = _together(path, index, "model", flat=True)
+    if with_optimizer:
+        heads = [f"optimizer_{number}" for number in range(num_optimizers(index))]
+        content["optimizer_states"] = [_together(path, index, head) for head in heads]
+    unfinished = file.with_name(f".{file.name}.tmp")
+    with open(unfinished, "wb") as stream:
+        torch.save(content, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(unfinished, file)
+    return len(content["state_dict"])
+
+
+def _together(path: Path, index: Metadata, head: str, *, flat: bool = False) -> Any:
+    """The unsharded values whose path begins with ``head``, as a nest, or ``flat`` by their names."""
+    leaves: dict[tuple[Any, ...], Any] = {}
+    for key, place in (index.planner_data or {}).items():
+        if place[0] == head:
+            leaves[tuple(place[1:])] = _whole(path, index, key)
+    if not flat:
+        return nested(leaves)
+    names: dict[str, dict[tuple[Any, ...], Any]] = {}
+    for (name, *inside), value in leaves.items():
+        names.setdefault(name, {})[tuple(inside)] = value
+    return {name: nested(values) for name, values in names.items()}
+
+
+def _whole(path: Path, index: Metadata, key: str) -> Any:
+    saved = index.state_dict_metadata[key]
+    if isinstance(saved, BytesStorageMetadata):
+        (_, content), *_ = _parts(path, index, key)
+        return torch.load(content, weights_only=False)  # type: ignore[arg-type]
+    full = torch.empty(saved.size, dtype=saved.properties.dtype)
+    for at, part in _parts(path, index, key):
+        assert isinstance(part, Tensor)
+        offsets = at.offset or torch.Size([0] * full.dim())
+        full[tuple(slice(start, start + length) for start, length in zip(offsets, part.shape, strict=True))] = part
+    return full
