@@ -43,8 +43,9 @@ def batch_size_of(batch: Any) -> int:
     """
     if isinstance(batch, MicroBatches):
         return sum(batch.sizes)
+    borders = batch.get("cu_seqlens") if isinstance(batch, Mapping) else None  # of a single row it has no batch dim
     for leaf in leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf is not borders:
             return int(leaf.shape[0])
     kinds = sorted({type(leaf).__name__ for leaf in leaves(batch)}) or ["nothing"]
     raise ValueError(

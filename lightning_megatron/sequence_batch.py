@@ -106,7 +106,8 @@ class SequenceCut:
         if is_cut and (borders.device.type == "cpu" or self._checks):
             self._check(borders)
         longest = batch.get("max_seqlen")
-        return borders, None if longest is None else int(longest)
+        added = padded - sequence_length(batch)  # a document of padding
+        return borders, None if longest is None else max(int(longest), added)
 
     def _check(self, borders: Tensor) -> None:
         sizes = borders.diff(dim=1)

@@ -185,3 +185,9 @@ def test_merging_keeps_the_gradient() -> None:
     parts = split_batch(x, micro_batch_size=2)
     merge_outputs([part.square().mean() for part in parts], parts.sizes).backward()
     assert_close(x.grad, 2 * x.detach() / 5)
+
+
+def test_borders_of_documents_are_no_samples() -> None:
+    batch = {"cu_seqlens": torch.tensor([0, 3, 8]), "tokens": torch.zeros(1, 8)}
+    assert batch_size_of(batch) == 1
+    assert split_batch(batch, micro_batch_size=1)[0]["cu_seqlens"] is batch["cu_seqlens"]

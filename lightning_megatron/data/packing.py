@@ -180,7 +180,7 @@ class DynamicPackingCollator:
         for name, value in fill.items() if missing else ():
             found[name] = F.pad(found[name], (0, 0, 0, missing), value=value)
         found["cu_seqlens"][:, 0] = 0
-        return found
+        return {**found, "max_seqlen": self._share if missing else found["max_seqlen"]}
 
     @staticmethod
     def _rows(packed: dict[str, Any], rows: list[int]) -> dict[str, Any]:
