@@ -197,6 +197,8 @@ class Parallelism:
             shown.append(f"pipeline_layout={layout if layout == 'auto' else ','.join(map(str, layout))}")
         if self.placement == "v":
             shown.append("placement=v")
+        if self.cp > 1 and self.cp_comm != "p2p":
+            shown.append(f"cp_comm={self.cp_comm}")
         return " ".join(shown) or "one rank a replica, one replica"
 
 
