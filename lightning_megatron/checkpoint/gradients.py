@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_megatron.checkpoint import storage
 from lightning_megatron.checkpoint.files import read_index
@@ -101,7 +101,9 @@ class _Shares:
     def add_to(self, part: Tensor, box: Box, name: str) -> None:
         """Add what the shares hold of a box."""
         for offset, key in self._by_name.get(name, ()):
-            size = self._index.state_dict_metadata[key].size
+            saved = self._index.state_dict_metadata[key]
+            assert isinstance(saved, TensorStorageMetadata)
+            size = saved.size
             if (shared := _shared(box, offset, tuple(size))) is not None:
                 share = storage.read_part(self._path, self._index, key)
                 part[shared[0]] += share[shared[1]].to(part.device)

@@ -152,7 +152,11 @@ def load(
     own = _own_targets(index, ranks.rank)
     tensors.update(own)
     planner = StrictLoadPlanner(
-        complete="model." if strict else None, optional=(EXTRA_STATE,), allow_missing=not strict, cast=cast
+        complete="model." if strict else None,
+        optional=(EXTRA_STATE,),
+        allow_missing=not strict,
+        cast=cast,
+        castable=".state.",
     )
     with _dcp_errors():
         load_tensors(

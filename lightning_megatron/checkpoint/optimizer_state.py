@@ -24,6 +24,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer, Shard
 from lightning_megatron.sharding import Box
 
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES = ("params", "param_names")  # entries of a param group that list its parameters
 
 
@@ -148,7 +149,8 @@ def num_optimizers(index: Metadata) -> int:
 class OptimizerTarget:
     """Where a checkpoint's ``optimizer_<number>.*`` entries go.
 
-    States that do not exist yet are allocated as the checkpoint has them. A parameter without states there gets none.
+    States that do not exist yet are allocated, in the dtype that this run keeps them in. A parameter without states in the
+    checkpoint gets none.
 
     Args:
         distributed_optimizer: the optimiser to restore.
@@ -205,11 +207,15 @@ class OptimizerTarget:
         if boxed.parts:  # a slice may hold padding rows alone
             self.tensors[key] = boxed
 
-    def _allocated(self, shard: Shard, name: str, dtype: torch.dtype) -> Tensor:
+    def _allocated(self, shard: Shard, name: str, saved: torch.dtype) -> Tensor:
+        """Memory for a state, in the dtype and at the place where it is kept between steps."""
+        place, dtype = self._distributed.keeps_states(shard)
+        dtype = dtype if dtype is not None and saved in _FLOATING else saved
         existing = self._optimizer.state.get(shard.main, {}).get(name)
         if _is_flat(existing, shard) and existing.dtype == dtype:
             return existing  # type: ignore[no-any-return]
-        return torch.zeros(shard.main.shape, dtype=dtype, device=shard.main.device)
+        pinned = place.type == "cpu" and shard.main.is_cuda
+        return torch.zeros(shard.main.shape, dtype=dtype, device=place, pin_memory=pinned)
 
     @torch.no_grad()
     def finish(self, loaded: dict[str, Any]) -> None:

@@ -77,14 +77,21 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         optional: parts of keys that need no target (state that only some precisions have).
         allow_missing: leave targets as they are that the checkpoint does not have.
         cast: let values be cast to the dtype of the target.
+        castable: a part of keys whose values may be cast anyhow (states of optimizers, which each run keeps in its own dtype).
     """
 
     def __init__(
-        self, *, complete: str | None = None, optional: tuple[str, ...] = (), allow_missing: bool = False, cast: bool = False
+        self,
+        *,
+        complete: str | None = None,
+        optional: tuple[str, ...] = (),
+        allow_missing: bool = False,
+        cast: bool = False,
+        castable: str | None = None,
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._complete, self._optional = complete, optional
-        self._allow_missing, self._cast = allow_missing, cast
+        self._allow_missing, self._cast, self._castable = allow_missing, cast, castable
 
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads; what does not fit travels with the plan to the first rank."""
@@ -94,7 +101,8 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         for key, target in self.state_dict.items():
             if key not in saved and self._allow_missing:
                 continue
-            if problem := self._problem(target, saved.get(key)):
+            cast = self._cast or (self._castable is not None and self._castable in key)
+            if problem := self._problem(target, saved.get(key), cast=cast):
                 problems.append(f"{key}: {problem}")
             else:
                 fitting[key] = target
@@ -107,7 +115,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
                 problems.append(f"{key}: the checkpoint has only {covered[key]} of the {_wanted(target)} elements wanted here")
         return replace(plan, planner_data=tuple(problems))
 
-    def _problem(self, target: Any, saved: Any) -> str | None:
+    def _problem(self, target: Any, saved: Any, *, cast: bool) -> str | None:
         is_tensor = isinstance(target, Tensor)
         if saved is None:
             shape = f" (wanted with shape {tuple(target.shape)})" if is_tensor else ""
@@ -116,7 +124,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             return None if not isinstance(saved, TensorStorageMetadata) else "a tensor in the checkpoint, a Python value here"
         if not isinstance(saved, TensorStorageMetadata):
             return "a Python value in the checkpoint, a tensor here"
-        if saved.size == target.shape and (self._cast or saved.properties.dtype == target.dtype):
+        if saved.size == target.shape and (cast or saved.properties.dtype == target.dtype):
             return None
         here = f"{tuple(target.shape)} {target.dtype}".replace("torch.", "")
         return f"saved as {_form(saved)}, wanted as {here}"

@@ -246,6 +246,16 @@ class DistributedOptimizer:
         """The parameters of this rank that it trains."""
         return [param for bucket in self._buckets for param in bucket.params]
 
+    def keeps_states(self, shard: Shard) -> tuple[torch.device, torch.dtype | None]:
+        """Where the optimizer's states of a shard are kept between steps, and in what dtype those in floating point are.
+
+        ``None``: as the optimizer has made them.
+        """
+        place = torch.device("cpu") if shard.main in self._cut.on_host else shard.main.device
+        if shard.main.dtype != torch.float32:
+            return place, None
+        return place, torch.bfloat16 if self._config.state_dtype == "bf16" else torch.float32
+
     def local_gradients(self) -> list[tuple[str, nn.Parameter, Tensor]]:
         """This rank's gradients, before their reduction, to save or restore them between the batches of a step.
 

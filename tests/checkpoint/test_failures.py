@@ -161,6 +161,39 @@ def test_damaged_data_is_refused_before_anything_changes(make: Any, tmp_path: Pa
         loaded(job, tmp_path / "a.ckpt")
 
 
+def test_a_changed_byte_is_found_before_anything_is_loaded_and_its_tensor_is_named(make: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+
+    def attempt() -> str:
+        written(make, path, {"tp": 2})
+        if torch.distributed.get_rank() == 1:
+            file = path / "__1_0.distcp"
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+        torch.distributed.barrier()
+        job = make({"pp": 2})
+        with pytest.raises(ValueError, match="does not fit") as error:
+            loaded(job, path)
+        assert all(not param.any() for param in job.module.parameters())
+        assert not job.optimizer.optimizer.state
+        loaded(job, path, verify=False)  # for whoever knows better
+        return str(error.value)
+
+    for text in run_distributed(attempt, 2):
+        assert "__1_0.distcp are not those that were written" in text
+        assert "layers." in text
+
+
+def test_files_of_other_programs_are_refused(make: Any, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.ckpt"
+    foreign.mkdir()
+    (foreign / ".metadata").write_bytes(b"\x80\x04K\x01.")  # a pickled number
+    torch.save([1], foreign / "meta.pt")
+    with pytest.raises(ValueError, match="is not the index of a checkpoint"):
+        loaded(make(), foreign)
+
+
 def test_tensors_that_do_not_fit_are_named_with_both_shapes_and_nothing_changes(make: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
 

@@ -1,0 +1,269 @@
+"""Checkpoints through the stock Trainer: last, best, links, weights only, exceptions, requeueing, background saves."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron import DistributedOptimizerConfig, MegatronPrecision, MegatronStrategy
+from lightning_megatron.checkpoint import CheckpointConfig, is_checkpoint, storage
+from lightning_megatron.strategy import checkpointing
+from lightning_megatron.testing import run_distributed
+
+DATA = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)))
+
+
+class Tiny(L.LightningModule):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = (self.layer(batch[0]) - 1).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def trainer(folder: Path, *callbacks: Callback, strategy: dict[str, Any] | None = None, **options: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {"max_steps": 4, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return L.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=MegatronStrategy(**(strategy or {})),
+        callbacks=list(callbacks),
+        default_root_dir=folder,
+        **(defaults | options),
+    )
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(DATA, batch_size=2)
+
+
+def weights(one: L.Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in one.strategy.full_state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], value) for name, value in other.items())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("last", [True, "link"], ids=["copy", "link"])
+def test_top_k_last_and_best_are_kept_as_lightning_means_them(last: Any, asynchronous: bool, tmp_path: Path) -> None:
+    def run() -> list[Any]:
+        saving = ModelCheckpoint(tmp_path, monitor="loss", save_top_k=2, save_last=last, every_n_train_steps=1)
+        strategy = {"checkpoint": CheckpointConfig(async_save=asynchronous)}
+        first = trainer(tmp_path, saving, strategy=strategy)
+        first.fit(Tiny(), loader())
+        torch.distributed.barrier()
+        names, is_link = sorted(os.listdir(tmp_path)), (tmp_path / "last.ckpt").is_symlink()
+        torch.distributed.barrier()
+        found = []
+        for path in ("last", "best", saving.best_model_path, saving.last_model_path):
+            again = trainer(tmp_path, ModelCheckpoint(tmp_path, save_top_k=0, save_last=True), strategy=strategy)
+            again.checkpoint_callback.best_model_path = saving.best_model_path
+            again.fit(Tiny(), loader(), ckpt_path=path)
+            found.append(same(weights(first), weights(again)))
+        return [*found, names, is_link]
+
+    for *restored, names, is_link in run_distributed(run, 2):
+        assert all(restored)  # the loss falls: the best is the last
+        assert names == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
+        assert is_link == (last == "link")
+
+
+def test_a_checkpoint_of_weights_alone_is_small_and_can_be_evaluated_and_started_from(tmp_path: Path) -> None:
+    def run() -> Any:
+        saving = ModelCheckpoint(tmp_path, save_weights_only=True, every_n_train_steps=4)
+        first = trainer(tmp_path, saving)
+        first.fit(Tiny(), loader())
+        path = Path(saving.best_model_path)
+        index = storage.FileSystemReader(path).read_metadata()
+        other = Tiny()
+        again = trainer(tmp_path, enable_checkpointing=False)
+        with pytest.raises(KeyError, match="contains only the model"):  # Lightning's own message
+            again.fit(other, loader(), ckpt_path=path)
+        return [key for key in index.state_dict_metadata if not key.startswith("model.")]
+
+    assert run_distributed(run, 2) == [[], []]
+
+
+def test_metadata_that_needs_trust_is_named_and_read_when_trusted(tmp_path: Path) -> None:
+    class Trusting(Tiny):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["where"] = Path("/data")
+
+    def run() -> None:
+        first = trainer(tmp_path, enable_checkpointing=False)
+        first.fit(Trusting(), loader())
+        first.save_checkpoint(tmp_path / "a.ckpt")
+        with pytest.raises(ValueError, match=r"type pathlib\.\w+.*weights_only=False"):
+            trainer(tmp_path, enable_checkpointing=False).fit(Tiny(), loader(), ckpt_path=tmp_path / "a.ckpt")
+        trusted = {"checkpoint": CheckpointConfig(weights_only=False)}
+        trainer(tmp_path, enable_checkpointing=False, strategy=trusted).fit(Tiny(), loader(), ckpt_path=tmp_path / "a.ckpt")
+
+    run_distributed(run, 1)
+
+
+class RaiseAt(Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            raise KeyError("told to")
+
+
+def test_what_an_exception_interrupts_on_all_ranks_is_saved_and_goes_on_with_that_batch(tmp_path: Path) -> None:
+    def run() -> bool:
+        whole = trainer(tmp_path, max_steps=6, enable_checkpointing=False)
+        whole.fit(Tiny(), loader())
+        with pytest.raises(KeyError, match="told to"):
+            trainer(tmp_path, RaiseAt(), OnExceptionCheckpoint(tmp_path)).fit(Tiny(), loader())
+        again = trainer(tmp_path, max_steps=6, enable_checkpointing=False)
+        again.fit(Tiny(), loader(), ckpt_path=tmp_path / "on_exception.ckpt")
+        return same(weights(whole), weights(again))
+
+    assert run_distributed(run, 2) == [True, True]
+
+
+class Signalled(Callback):
+    """SLURM's signal, which only one rank has got so far."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_a_slurm_job_is_saved_between_batches_requeued_and_goes_on_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "requeue", lambda: (tmp_path / "requeued").write_text("yes"))
+    for name, value in {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "train",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+    def run() -> Any:
+        rank = torch.distributed.get_rank()
+        os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NODEID="0")
+        options = {"plugins": [SLURMEnvironment(requeue_signal=signal.SIGUSR1)], "enable_checkpointing": False}
+        first = trainer(tmp_path, Signalled(), **options)
+        first.fit(Tiny(), loader())
+        steps = []
+
+        class Started(Callback):
+            def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+                steps.append(trainer.global_step)
+
+        again = trainer(tmp_path, Started(), **options)
+        again.fit(Tiny(), loader())
+        return same(weights(first), weights(again)), steps, signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+    assert run_distributed(run, 2) == [(True, [2], True)] * 2
+    assert is_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+    assert (tmp_path / "requeued").exists()
+
+
+def test_what_fails_in_the_background_is_raised_at_a_step_and_nothing_older_is_removed(tmp_path: Path) -> None:
+    def run() -> list[str]:
+        write = storage.write_item
+
+        def failing(stream: Any, name: str, item: Any, resolve: Any) -> Any:
+            if first.global_step >= 3 and name.startswith("__1_"):
+                raise OSError(28, "No space left on device")
+            return write(stream, name, item, resolve)
+
+        storage.write_item = failing
+        saving = ModelCheckpoint(tmp_path, save_top_k=1, every_n_train_steps=1)
+        first = trainer(tmp_path, saving, strategy={"checkpoint": CheckpointConfig(async_save=True)}, max_steps=8)
+        with pytest.raises(RuntimeError, match="could not be saved in the background: rank 1: OSError.*No space left"):
+            first.fit(Tiny(), loader())
+        torch.distributed.barrier()
+        return sorted(entry.name for entry in tmp_path.glob("*.ckpt"))
+
+    for names in run_distributed(run, 2):
+        assert names == ["epoch=0-step=2.ckpt"]
+        assert is_checkpoint(tmp_path / names[0])
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    def run() -> Any:
+        def fit(steps: int, **options: Any) -> L.Trainer:
+            plugin = MegatronPrecision("16-mixed", loss_scale=checkpointing_scale())
+            one = trainer(tmp_path, plugins=[plugin], max_steps=steps, enable_checkpointing=False)
+            one.fit(Tiny(), loader(), **options)
+            return one
+
+        whole, first = fit(6), fit(3)
+        first.save_checkpoint(tmp_path / "a.ckpt")
+        again = fit(6, ckpt_path=tmp_path / "a.ckpt")
+        scales = [one.precision_plugin.loss_scale for one in (whole, first, again)]
+        return same(weights(whole), weights(again)), scales
+
+    for equal, (whole, first, again) in run_distributed(run, 2):
+        assert equal
+        assert whole == again != first
+
+
+def checkpointing_scale() -> Any:
+    from lightning_megatron.optim.loss_scale import DynamicLossScale
+
+    return DynamicLossScale(8.0, growth_interval=2)
+
+
+def near(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.allclose(one[name], value, rtol=0.05, atol=0.02) for name, value in other.items())
+
+
+KEPT = {
+    "fp32": {},
+    "remainder": {"main_param": "remainder"},
+    "bf16 states": {"state_dtype": "bf16"},
+    "fp8 states": {"state_dtype": "fp8"},
+    "offload": {"offload_fraction": 0.5},
+    "remainder, bf16 states, offload": {"main_param": "remainder", "state_dtype": "bf16", "offload_fraction": 1.0},
+}
+
+
+def test_main_values_and_states_of_any_kind_go_on_exactly_and_are_converted(tmp_path: Path) -> None:
+    def run() -> dict[str, Any]:
+        def fit(kind: str, steps: int, **options: Any) -> L.Trainer:
+            strategy = {"optimizer": DistributedOptimizerConfig(**KEPT[kind])}
+            one = trainer(tmp_path, precision="bf16-mixed", max_steps=steps, strategy=strategy, enable_checkpointing=False)
+            one.fit(Tiny(), loader(), **options)
+            return one
+
+        outcomes: dict[str, Any] = {}
+        whole = {kind: weights(fit(kind, 6)) for kind in KEPT}
+        for number, kind in enumerate(KEPT):
+            path = tmp_path / f"{number}.ckpt"
+            fit(kind, 3).save_checkpoint(path)
+            outcomes[kind] = same(whole[kind], weights(fit(kind, 6, ckpt_path=path)))
+            other = weights(fit("fp32", 6, ckpt_path=path))
+            outcomes[f"{kind} -> fp32"] = all(
+                torch.allclose(v, other[n], rtol=0.05, atol=0.02) for n, v in whole["fp32"].items()
+            )
+            back = weights(fit(kind, 6, ckpt_path=tmp_path / "0.ckpt"))
+            outcomes[f"fp32 -> {kind}"] = all(
+                torch.allclose(v, back[n], rtol=0.05, atol=0.02) for n, v in whole["fp32"].items()
+            )
+        return outcomes
+
+    for outcomes in run_distributed(run, 2):
+        assert [name for name, fine in outcomes.items() if not fine] == []
