@@ -132,19 +132,20 @@ def now_or_later(
         put: writes the gradient over a tensor of its shape, whatever that holds; without it the tensor is zeroed for ``add``.
     """
     waiting: list[Compute] | None = getattr(ctx, _LATER, None)
-    param = None if add is None else _parameter(ctx, type(ctx)._forward_cls.weight_input, is_certain=waiting is not None)
+    is_late = waiting is not None
+    param = None if add is None else _parameter(ctx, type(ctx)._forward_cls.weight_input, is_certain=is_late)
 
     def make() -> Tensor | None:
         if add is None or param is None or sum_of(param) is None:
             return compute()
         _add(param, add, put)
-        if waiting is not None or not _hooks_run_without_gradient():
+        if is_late or not _hooks_run_without_gradient():
             _run_hooks(param)
         return None
 
     if waiting is None:
         return make()
-    waiting.append(make)
+    waiting.append(make)  # which must not hold the list: a cycle would keep its tensors until garbage is collected
     return None
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_megatron import MegatronStrategy
@@ -71,6 +73,32 @@ def test_all_ranks_collect_at_the_same_steps(tmp_path: Any) -> None:
         assert automatic["validation"] == automatic["sanity"] == {True}
         assert is_on_after
         assert frozen_after == 0
+
+
+class Cyclic(Regression):
+    """Leaves tensors in cycles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[weakref.ref[Any]] = []
+        self.alive: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.alive.append(sum(reference() is not None for reference in self.left))
+        cycle: list[Any] = [torch.zeros(3)]
+        cycle.append(cycle)
+        self.left.append(weakref.ref(cycle[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def test_tensors_in_cycles_do_not_wait_for_the_interval(tmp_path: Any) -> None:
+    def fit(run: Run) -> list[int]:
+        module = Cyclic()
+        run.fit(module, run.loader(regression_data(100), 2), max_epochs=1)
+        return module.alive
+
+    (alive,) = on_ranks(fit, 1, tmp_path, gc_interval_steps=1000)
+    assert alive == [0] * 50
 
 
 def test_collection_can_be_left_to_python(tmp_path: Any) -> None:
