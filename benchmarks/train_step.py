@@ -130,7 +130,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = config_of(options.shape, options.seq, **json.loads(options.config))
     clock = Clock(options.warmup + options.steps if options.profile else -1)
     num_steps = options.warmup + options.steps + options.profile
-    backend = {"backend": options.backend} if options.backend else {}
+    backend: dict[str, Any] = {"backend": options.backend} if options.backend else {}
+    backend |= {"recompute": options.recompute.split(",")} if options.recompute else {}
+    backend |= {"offload_activations": options.offload}
     strategy = MegatronStrategy(
         tp=options.tp, pp=options.pp, vpp=options.vpp, cp=options.cp, micro_batch_size=options.mbs, **backend
     )
@@ -200,6 +202,8 @@ def main() -> None:
     parser.add_argument("--fp8", default="", help="delayed, current, blockwise")
     parser.add_argument("--fp8-head", action="store_true", help="the vocabulary head in 8 bits as well, which the peer has not")
     parser.add_argument("--backend", default="", help="torch, te or auto; the strategy's own choice if not given")
+    parser.add_argument("--recompute", default="", help="names with commas between them: full, selective, mlp, ...")
+    parser.add_argument("--offload", action="store_true", help="what layers save waits on the host")
     parser.add_argument("--config", default="{}", help="further fields of GPTConfig, as JSON")
     parser.add_argument("--bar", action="store_true", help="show the progress bar")
     parser.add_argument("--profile", action="store_true", help="kernels of one more step, by kind")
