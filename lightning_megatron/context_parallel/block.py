@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_megatron.context_parallel.parts import Part, put, take
 from lightning_megatron.context_parallel.tiles import Tile
 
 Kernel = Literal["auto", "math", "flash", "cudnn"]
@@ -91,10 +92,24 @@ class BlockAttention:
         return "cudnn" if plain and wanted else "flash"
 
 
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Put together attention over two sets of keys; ``lse`` must be finite. See Note [Tiles of one softmax]."""
-    both = torch.logaddexp(lse, other_lse)
-    return out * (lse - both).exp()[..., None] + other * (other_lse - both).exp()[..., None], both
+def merge_into(out: Tensor, lse: Tensor, part: Part, *, other: Tensor, other_lse: Tensor) -> None:
+    """Add attention over further keys to that of some of the queries, in place. See Note [Tiles of one softmax].
+
+    Args:
+        out: the output so far, ``[n, B, h, d]``, fp32 or wider.
+        lse: its log-sum-exp ``[n, B, h]``, finite.
+        part: the queries that the further keys are for.
+        other: their output over the further keys.
+        other_lse: its log-sum-exp; ``-inf`` for a query that sees none of them.
+    """
+    before = take(lse, part)
+    # The two weights add up to one, so this is one pass over the output.
+    weight = torch.sigmoid(other_lse - before)[..., None]
+    if isinstance(part, slice):
+        out[part].lerp_(other, weight)
+    else:
+        put(out, part, torch.lerp(take(out, part), other, weight))
+    put(lse, part, torch.logaddexp(before, other_lse))
 
 
 def _suits_cudnn(q: Tensor, k: Tensor) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.context_parallel.block import BlockAttention, merge
+from lightning_megatron.context_parallel.block import BlockAttention, merge_into
 from lightning_megatron.context_parallel.exchange import RingTransfer
-from lightning_megatron.context_parallel.parts import add, put, take
+from lightning_megatron.context_parallel.parts import add, take
 from lightning_megatron.context_parallel.tiles import Tiling
 from lightning_megatron.mesh import Axis
 
@@ -54,9 +54,7 @@ class _RingAttention(torch.autograd.Function):
             if out is None or lse is None:
                 out, lse = part, part_lse
             else:
-                merged = merge(take(out, tile.q), take(lse, tile.q), part, part_lse)
-                put(out, tile.q, merged[0])
-                put(lse, tile.q, merged[1])
+                merge_into(out, lse, tile.q, other=part, other_lse=part_lse)
             if step < ring.axis.size - 1:
                 assert transfer is not None
                 kv = transfer.wait()

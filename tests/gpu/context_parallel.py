@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.context_parallel.block import BlockAttention, Kernel, merge
+from lightning_megatron.context_parallel.block import BlockAttention, Kernel, merge_into
 from lightning_megatron.context_parallel.layout import SequenceLayout
 from lightning_megatron.context_parallel.parts import add, put, take
 from lightning_megatron.context_parallel.tiles import Pattern, Tile, Tiling
@@ -74,9 +74,7 @@ def ring_of_all(tensors: list[Tensor], layout: SequenceLayout, pattern: Pattern,
         parts = [block.forward(take(own, t.q), take(a, t.k), take(b, t.k), t) for t, (a, b) in zip(tiles, keys, strict=True)]
         out, lse, _ = parts[0]
         for tile, (part, part_lse, _) in zip(tiles[1:], parts[1:], strict=True):
-            merged = merge(take(out, tile.q), take(lse, tile.q), part, part_lse)
-            put(out, tile.q, merged[0])
-            put(lse, tile.q, merged[1])
+            merge_into(out, lse, tile.q, other=part, other_lse=part_lse)
         put(found[0], index[rank], out)
         own_found = torch.zeros(own.shape, device="cuda")
         for source, tile, (a, b), part in zip(sources, tiles, keys, parts, strict=True):
