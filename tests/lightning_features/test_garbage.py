@@ -107,27 +107,19 @@ def test_collection_can_be_left_to_python(tmp_path: Any) -> None:
     assert is_on_after
 
 
-def test_a_run_that_fails_leaves_collection_as_it_was(tmp_path: Any) -> None:
-    class Failing(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            assert not gc.isenabled()
-            raise KeyError("wrong")
+class Failing(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert not gc.isenabled()
+        raise KeyError("wrong")
 
-    trainer = L.Trainer(
-        strategy=MegatronStrategy(),
-        accelerator="cpu",
-        devices=1,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    with pytest.raises(KeyError, match="wrong"):
-        trainer.fit(Failing(), Run(None, str(tmp_path), 1).loader(regression_data(4), 4))
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
+
+def test_a_run_that_fails_leaves_collection_as_it_was(tmp_path: Any) -> None:
+    def fit(run: Run) -> tuple[bool, int]:
+        with pytest.raises(KeyError, match="wrong"):
+            run.fit(Failing(), run.loader(regression_data(4), 4), max_steps=1)
+        return gc.isenabled(), gc.get_freeze_count()
+
+    assert on_ranks(fit, 1, tmp_path) == [(True, 0)]
 
 
 def test_whoever_has_switched_collection_off_keeps_it_off() -> None:
