@@ -192,7 +192,7 @@ def test_what_fails_in_the_background_is_raised_at_a_step_and_nothing_older_is_r
         storage.write_item = failing
         saving = ModelCheckpoint(tmp_path, save_top_k=1, every_n_train_steps=1)
         first = trainer(tmp_path, saving, strategy={"checkpoint": CheckpointConfig(async_save=True)}, max_steps=8)
-        with pytest.raises(RuntimeError, match="could not be saved in the background: rank 1: OSError.*No space left"):
+        with pytest.raises(RuntimeError, match=r"could not be saved in the background: rank 1: OSError.*No space left"):
             first.fit(Tiny(), loader())
         torch.distributed.barrier()
         return sorted(entry.name for entry in tmp_path.glob("*.ckpt"))
