@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import struct
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +18,14 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightning_megatron.checkpoint.files import INDEX_FILE, META_FILE, SUMS_FILE, write_file
 
+_DIRECTORY = 2**14  # the end of an archive of torch.save, in which its list of entries lies
 Resolve = Callable[[WriteItem], Tensor | io.BytesIO]
 
 
@@ -50,10 +53,20 @@ def write_data(folder: Path, name: str, items: Sequence[WriteItem], resolve: Res
         return []
     with open(folder / name, "wb") as raw, _without_inner_checksums():
         stream = _Summing(raw)
-        written = [write_item(stream, name, item, resolve) for item in items]
+        written = []
+        for item in items:
+            written.append(write_item(stream, name, item, resolve))
+            _start_writing_back(raw)  # or all of it waits for the flush
         raw.flush()
         os.fsync(raw.fileno())
     return written
+
+
+def _start_writing_back(raw: BinaryIO) -> None:
+    """Let the system begin to write to the disk what it has got; it need not stay in the page cache."""
+    raw.flush()
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_item(stream: _Summing, name: str, item: WriteItem, resolve: Resolve) -> Written:
@@ -233,11 +246,75 @@ class ChunkReader(FileSystemReader):
         if items[0].type == LoadItemType.BYTE_IO:
             planner.load_bytes(items[0], io.BytesIO(source.read(-1)))
             return
-        chunk = load_tensor(source)
+        saved = self._metadata.state_dict_metadata[index.fqn]
+        assert isinstance(saved, TensorStorageMetadata)
+        sizes = next(chunk.sizes for chunk in saved.chunks if index.offset is None or chunk.offsets == index.offset)
+        target = planner.resolve_tensor(items[0]).detach()
+        whole = len(items) == 1 and items[0].lengths == sizes and _can_be_read_into(target, saved.properties.dtype)
+        place = target if whole else torch.empty(sizes, dtype=saved.properties.dtype)
+        chunk = read_chunk(stream, info.offset, info.length, into=place)
         for item in items:
             target = planner.resolve_tensor(item).detach()
-            target.copy_(_piece(chunk, item))
+            if chunk is not place or not whole:
+                target.copy_(_piece(chunk, item))
             planner.commit_tensor(item, target)
+
+
+def _can_be_read_into(target: Tensor, dtype: torch.dtype) -> bool:
+    return target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype
+
+
+def read_chunk(stream: BinaryIO, offset: int, length: int, *, into: Tensor) -> Tensor:
+    """A saved part, on the CPU: ``into``, filled, or another tensor if the part is of another form.
+
+    Args:
+        stream: the file.
+        offset: where the part begins.
+        length: its bytes.
+        into: contiguous, on the CPU, of the part's shape and dtype.
+    """
+    numel = into.numel() * into.element_size()
+    begin = _elements(stream, offset, length, numel) if numel else None
+    if begin is None:
+        stream.seek(offset)
+        return load_tensor(io.BytesIO(stream.read(length)))
+    stream.seek(begin)
+    stream.readinto(into.view(-1).view(torch.uint8).numpy())  # type: ignore[attr-defined]
+    return into
+
+
+def _elements(stream: BinaryIO, offset: int, length: int, num_bytes: int) -> int | None:
+    """Where the elements lie that ``torch.save`` has written; ``None`` if they are not so many bytes in one stored entry."""
+    stream.seek(offset + max(0, length - _DIRECTORY))
+    tail = stream.read(min(length, _DIRECTORY))
+    try:  # zipfile takes bytes before the archive for a prefix: offsets are then relative to what it has been given
+        with zipfile.ZipFile(_Tail(tail, length)) as archive:
+            entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
+    except (zipfile.BadZipFile, ValueError):
+        return None
+    if len(entries) != 1 or entries[0].compress_type != zipfile.ZIP_STORED or entries[0].file_size != num_bytes:
+        return None
+    stream.seek(offset + entries[0].header_offset + 26)
+    name, extra = struct.unpack("<HH", stream.read(4))
+    return offset + entries[0].header_offset + 30 + int(name) + int(extra)
+
+
+class _Tail(io.BytesIO):
+    """The end of an archive of ``length`` bytes, by positions in the whole of it."""
+
+    def __init__(self, tail: bytes, length: int) -> None:
+        super().__init__(tail)
+        self._before = length - len(tail)
+
+    def seek(self, position: int, whence: int = 0) -> int:
+        """As of any file; what lies before the tail cannot be reached."""
+        if whence == 0 and position < self._before:
+            raise ValueError("before the tail")
+        return super().seek(position - self._before if whence == 0 else position, whence) + self._before
+
+    def tell(self) -> int:
+        """As of any file."""
+        return super().tell() + self._before
 
 
 def read_part(folder: Path, index: Metadata, key: str) -> Tensor:

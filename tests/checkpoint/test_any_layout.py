@@ -94,9 +94,18 @@ def test_each_saved_part_is_read_once(make: Any, tmp_path: Path) -> None:
     write(make, {}, tmp_path / "a.ckpt", torch.float32)
 
     def count() -> tuple[list[int], int]:
-        reads, pieces, load_tensor, piece = [], [], storage.load_tensor, storage._piece
-        storage.load_tensor = lambda source: reads.append(source.offset) or load_tensor(source)  # type: ignore[func-returns-value]
-        storage._piece = lambda chunk, item: pieces.append(item) or piece(chunk, item)  # type: ignore[func-returns-value]
+        reads, pieces, read_chunk = [], [], storage.read_chunk
+        serve = storage.ChunkReader._serve
+
+        def read(stream: Any, offset: int, length: int, **options: Any) -> Tensor:
+            reads.append(offset)
+            return read_chunk(stream, offset, length, **options)
+
+        def counted(self: Any, stream: Any, index: Any, items: Any, planner: Any) -> None:
+            pieces.extend(items)
+            serve(self, stream, index, items, planner)
+
+        storage.read_chunk, storage.ChunkReader._serve = read, counted  # type: ignore[method-assign]
         job = make()
         load(tmp_path / "a.ckpt", module=job.module, optimizers=[job.optimizer], mesh=job.mesh)
         return reads, len(pieces)
