@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_megatron.layers.recompute import Recompute
+from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.mesh import Mesh, current_mesh
 from lightning_megatron.optim.distributed import DistributedOptimizerConfig
 from lightning_megatron.parallelism import Parallelism
@@ -13,6 +14,7 @@ from lightning_megatron.strategy import MegatronStrategy
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "CheckpointConfig",
     "DistributedOptimizerConfig",
     "MegatronPrecision",
     "MegatronStrategy",
