@@ -2,8 +2,8 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_megatron.layers.recompute import Recompute
 from lightning_megatron.checkpoint import CheckpointConfig
+from lightning_megatron.layers.recompute import Recompute
 from lightning_megatron.mesh import Mesh, current_mesh
 from lightning_megatron.optim.distributed import DistributedOptimizerConfig
 from lightning_megatron.parallelism import Parallelism
