@@ -124,7 +124,7 @@ class MegatronPrecision(Precision):
         if fp8 is not None and self.param_dtype != torch.bfloat16:
             raise ValueError(f"fp8={fp8!r} goes with bf16-mixed or bf16-true, not with precision={precision!r}.")
         self._scales: list[Scales] = []
-        self._reduce_max: Callable[[Tensor], Tensor] = lambda numbers: numbers
+        self._reduce_max: Callable[[Tensor], Tensor] = _alone
 
     @classmethod
     def from_lightning(cls, plugin: Precision) -> MegatronPrecision:
@@ -334,3 +334,8 @@ def _is_metric(module: nn.Module) -> bool:
     from torchmetrics import Metric
 
     return isinstance(module, Metric)
+
+
+def _alone(numbers: Tensor) -> Tensor:
+    """The maximum over one rank."""
+    return numbers

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -132,6 +133,7 @@ def _answer_with_stacks(connection: Connection, path: str) -> None:
 
 def _child(job: _Job, connection: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    gc.freeze()  # a collection would write to every page that is shared with the parent
     os.setpgrp()  # its own group, so that its DataLoader workers are killed with it
     stacks = (connection, f"{job.folder}/stacks{job.rank}")
     threading.Thread(target=_answer_with_stacks, args=stacks, daemon=True, name="stacks").start()

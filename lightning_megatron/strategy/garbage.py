@@ -33,13 +33,13 @@ class GarbageCollection:
             )
         self._interval = interval_steps
         self._is_on, self._froze = False, False
-        self._last = -1
+        self._last: int | None = None
 
     def start(self) -> None:
         """Training starts. Whoever has switched collection off before keeps it off, and us out of it."""
         if self._interval is None or self._is_on or not gc.isenabled():
             return
-        self._is_on = True
+        self._is_on, self._last = True, None
         gc.collect()
         if gc.get_freeze_count() == 0:
             gc.freeze()
@@ -49,7 +49,7 @@ class GarbageCollection:
     def step(self, number: int) -> None:
         """A batch begins; ``number`` optimizer steps have been taken, the same on all ranks."""
         if self._is_on and self._interval is not None:
-            is_new = number != self._last
+            is_new = self._last not in (None, number)  # everything has just been collected when training starts
             gc.collect(2 if is_new and number % self._interval == 0 else 1 if is_new and number % _MIDDLE_STEPS == 0 else 0)
         self._last = number
 
