@@ -151,6 +151,14 @@ def load(
     tensors = {key: tensor for target in targets for key, tensor in target.tensors.items()}
     own = _own_targets(index, ranks.rank)
     tensors.update(own)
+    _read(tensors, ChunkReader(Path(path), index, verify=verify), strict=strict, cast=cast, ranks=ranks)
+    for target in targets:
+        target.finish(tensors)
+    return Loaded(meta, restored, {key.split(".", 2)[2]: tensor for key, tensor in own.items()})
+
+
+def _read(tensors: dict[str, Any], reader: ChunkReader, *, strict: bool, cast: bool, ranks: Ranks) -> None:
+    """Check that what the checkpoint has fits the tensors, on all ranks, and then read it into them."""
     planner = StrictLoadPlanner(
         complete="model." if strict else None,
         optional=(EXTRA_STATE,),
@@ -161,14 +169,11 @@ def load(
     with _dcp_errors():
         load_tensors(
             tensors,
-            storage_reader=ChunkReader(Path(path), index, verify=verify),
+            storage_reader=reader,
             planner=planner,
             process_group=ranks.group,
             no_dist=not ranks.distributed,
         )
-    for target in targets:
-        target.finish(tensors)
-    return Loaded(meta, restored, {key.split(".", 2)[2]: tensor for key, tensor in own.items()})
 
 
 def _own_targets(index: Metadata, rank: int) -> dict[str, Tensor]:

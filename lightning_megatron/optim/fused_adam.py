@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import kernels
+from lightning_megatron.kernels.adam_shard import AdamOptions, AdamShard
 from lightning_megatron.optim import float8
 from lightning_megatron.optim.config import StateDtype
 from lightning_megatron.optim.mains import MainStore, RemainderStore
@@ -29,43 +30,16 @@ _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class AdamUpdate(Protocol):
-    """Updates one flat shard ``[n]`` in place, with arithmetic in fp32."""
+    """Updates one flat shard in place, with arithmetic in fp32."""
 
-    def __call__(
-        self,
-        value: Tensor,
-        main: Tensor | None,
-        ties: Tensor | None,
-        *,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_scale: Tensor | None,
-        exp_avg_sq: Tensor,
-        scale: Tensor | None,
-        rates: Tensor,
-        weight_decay: float,
-        lr: float,
-        decoupled: bool,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
+    def __call__(self, shard: AdamShard, options: AdamOptions, *, scale: Tensor | None, rates: Tensor) -> None:
         """Step.
 
         Args:
-            value: the parameter, in any dtype; it gets the rounded new value.
-            main: its fp32 copy; with ``ties``, the int16 remainders; ``None`` if ``value`` is all there is.
-            ties: one bit an element, ``[n / 8]`` bytes, see ``optim/remainder.py``.
-            grad: the gradient in fp32.
-            exp_avg: first moment.
-            exp_avg_scale: scales of a first moment in 8 bits, see ``optim/float8.py``.
-            exp_avg_sq: second moment.
+            shard: its tensors.
+            options: of its param group.
             scale: what the gradient is multiplied by first (0-dim fp32).
             rates: ``[2]`` fp32: 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t).
-            weight_decay: see ``decoupled``.
-            lr: learning rate.
-            decoupled: AdamW (Loshchilov and Hutter 2019); otherwise weight decay is added to the gradient.
-            betas: of the moments.
-            eps: added to the denominator.
         """
 
 
@@ -137,16 +111,15 @@ class FusedAdam:
         if not ready.shards:
             return
         update: AdamUpdate = _kernel() if ready.rates.device.type == "cuda" else plain_update
-        options = {
-            "scale": scale,
-            "weight_decay": float(group["weight_decay"]),
-            "lr": float(group["lr"]),
-            "decoupled": group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW)),
-            "betas": ready.betas,
-            "eps": float(group["eps"]),
-        }
+        options = AdamOptions(
+            lr=float(group["lr"]),
+            betas=ready.betas,
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW)),
+        )
         for shard, rates in zip(ready.shards, ready.rates.unbind(), strict=True):
-            update(**shard, rates=rates, **options)
+            update(shard, options, scale=scale, rates=rates)
         torch._foreach_add_(ready.steps, 1.0)
 
     def _prepare(self, group: dict[str, Any]) -> _Ready:
@@ -158,15 +131,15 @@ class FusedAdam:
             rest = self._rests.get(main)
             copy = main.detach() if main.dtype != value.dtype else None
             shards.append(
-                {
-                    "value": value,
-                    "main": rest.low if rest is not None else copy,
-                    "ties": rest.ties if rest is not None else None,
-                    "grad": gradient,
-                    "exp_avg": state["exp_avg"],
-                    "exp_avg_scale": state.get(_SCALE),
-                    "exp_avg_sq": state["exp_avg_sq"],
-                }
+                AdamShard(
+                    value=value,
+                    main=rest.low if rest is not None else copy,
+                    ties=rest.ties if rest is not None else None,
+                    grad=gradient,
+                    exp_avg=state["exp_avg"],
+                    exp_avg_scale=state.get(_SCALE),
+                    exp_avg_sq=state["exp_avg_sq"],
+                )
             )
         steps = [state["step"] for state in states]
         return _Ready(betas, shards, steps, _rates(steps, betas, mains[0].device) if mains else torch.empty(0, 2))
@@ -204,10 +177,10 @@ class FusedAdam:
 
 @dataclass(frozen=True)
 class _Ready:
-    """What the step of one param group needs: arguments of ``AdamUpdate`` and step counts for each shard, ``rates``."""
+    """What the step of one param group needs: its shards, the step count of each, and ``rates`` of each."""
 
     betas: tuple[float, float]
-    shards: list[dict[str, Any]]
+    shards: list[AdamShard]
     steps: list[Tensor]
     rates: Tensor
 
@@ -235,40 +208,25 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and kernels.available()
 
 
-def plain_update(
-    value: Tensor,
-    main: Tensor | None,
-    ties: Tensor | None,
-    *,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor | None,
-    exp_avg_sq: Tensor,
-    scale: Tensor | None,
-    rates: Tensor,
-    weight_decay: float,
-    lr: float,
-    decoupled: bool,
-    betas: tuple[float, float],
-    eps: float,
-) -> None:
+def plain_update(shard: AdamShard, options: AdamOptions, *, scale: Tensor | None, rates: Tensor) -> None:
     """``AdamUpdate`` in plain torch, for machines without the kernel."""
-    rest = None if main is None or ties is None else Remainder.of(main, ties)
+    value, main, decay, betas = shard.value, shard.main, options.weight_decay, options.betas
+    rest = None if main is None or shard.ties is None else Remainder.of(main, shard.ties)
     wide = rest.join(value, 0, value.numel()) if rest is not None else (value if main is None else main).float().clone()
-    grad = grad.float() if scale is None else grad.float() * scale
-    if weight_decay and not decoupled:
-        grad = grad + weight_decay * wide
-    first = exp_avg.float() if exp_avg_scale is None else float8.widened(exp_avg, exp_avg_scale)
+    grad = shard.grad.float() if scale is None else shard.grad.float() * scale
+    if decay and not options.decoupled:
+        grad = grad + decay * wide
+    first = shard.exp_avg.float() if shard.exp_avg_scale is None else float8.widened(shard.exp_avg, shard.exp_avg_scale)
     first = first * betas[0] + grad * (1.0 - betas[0])
-    second = exp_avg_sq.float().mul_(betas[1]).add_(grad * grad * (1.0 - betas[1]))
-    wide.mul_(1.0 - lr * weight_decay if decoupled else 1.0)
-    wide.sub_(lr * rates[0] * first / (second.sqrt() * rates[1] + eps))
-    if exp_avg_scale is None:
-        exp_avg.copy_(first)
+    second = shard.exp_avg_sq.float().mul_(betas[1]).add_(grad * grad * (1.0 - betas[1]))
+    wide.mul_(1.0 - options.lr * decay if options.decoupled else 1.0)
+    wide.sub_(options.lr * rates[0] * first / (second.sqrt() * rates[1] + options.eps))
+    if shard.exp_avg_scale is None:
+        shard.exp_avg.copy_(first)
     else:
-        for kept, new in zip((exp_avg, exp_avg_scale), float8.narrowed(first), strict=True):
+        for kept, new in zip((shard.exp_avg, shard.exp_avg_scale), float8.narrowed(first), strict=True):
             kept.copy_(new)
-    exp_avg_sq.copy_(second)
+    shard.exp_avg_sq.copy_(second)
     if rest is not None:
         rest.split(wide, value, 0, value.numel())
         return

@@ -135,10 +135,7 @@ class MegatronStrategy(SteppingStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        refuse_later(backend=backend, plan=plan)
-        self._activations: dict[str, Any] = {"recomputed": Recompute.of(recompute), "offloads": offload_activations}
-        self._backend_name = backend
-        self._backend: Backend | None = None
+        self._take_model_options(backend, plan, recompute=recompute, offload_activations=offload_activations)
         self._schedule = frozen(schedule)
         parallelism = Parallelism(
             tp=tp,
@@ -154,8 +151,6 @@ class MegatronStrategy(SteppingStrategy):
             cp_comm=cp_comm,
             cp_a2a=cp_a2a,
         )
-        numbers = {"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches}
-        check_options(parallelism, schedule=self._schedule, **numbers)
         super().__init__(
             parallelism,
             accelerator=accelerator,
@@ -165,15 +160,47 @@ class MegatronStrategy(SteppingStrategy):
             start_method=start_method,
             timeout=timeout,
         )
-        self._garbage = GarbageCollection(gc_interval_steps)
-        self._environment: str | None = None
-        whole = num_microbatches is not None or pp == 1
+        self._take_batch_options(micro_batch_size, num_microbatches, shard_batch=shard_batch)
+        self._take_training_options(optimizer, checkpoint, gc_interval_steps=gc_interval_steps)
+
+    def _take_model_options(
+        self,
+        backend: BackendName,
+        plan: dict[str, str] | None,
+        *,
+        recompute: str | list[str] | Recompute | None,
+        offload_activations: bool,
+    ) -> None:
+        """What layers are built of, and what they keep for the backward."""
+        refuse_later(backend=backend, plan=plan)
+        self._activations: dict[str, Any] = {"recomputed": Recompute.of(recompute), "offloads": offload_activations}
+        self._backend_name = backend
+        self._backend: Backend | None = None
+
+    def _take_batch_options(
+        self, micro_batch_size: int | None, num_microbatches: int | None, *, shard_batch: ShardBatch | None
+    ) -> None:
+        """How a batch is cut, checked with the layout; with pp > 1 into single samples, unless something is given."""
+        numbers = {"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches}
+        check_options(self.parallelism, schedule=self._schedule, **numbers)
+        whole = num_microbatches is not None or self.parallelism.pp == 1
         self._micro_batch_size = micro_batch_size if micro_batch_size is not None or whole else 1
         self._num_microbatches = num_microbatches
         self._shard_batch = shard_batch
+        self._own_sampler: bool | None = None
+
+    def _take_training_options(
+        self,
+        optimizer: DistributedOptimizerConfig | None,
+        checkpoint: CheckpointConfig | None,
+        *,
+        gc_interval_steps: int | None,
+    ) -> None:
+        """What happens around the steps."""
+        self._garbage = GarbageCollection(gc_interval_steps)
         self._optimizer_config = optimizer or DistributedOptimizerConfig()
         self._checkpoint_config = CheckpointConfig.of(checkpoint)
-        self._own_sampler: bool | None = None
+        self._environment: str | None = None
 
     @override
     def _configure_launcher(self) -> None:

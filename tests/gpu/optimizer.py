@@ -16,6 +16,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from lightning_megatron.kernels.adam import adam_
+from lightning_megatron.kernels.adam_shard import AdamOptions, AdamShard
 from lightning_megatron.kernels.sum_of_squares import SumsOfSquares
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer, DistributedOptimizerConfig, float8
@@ -23,10 +24,10 @@ from lightning_megatron.optim.fused_adam import plain_update
 from lightning_megatron.optim.remainder import Remainder
 
 MOMENTS = (torch.float32, torch.bfloat16, float8.DTYPE)
-OPTIONS = {"weight_decay": 0.1, "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
+OPTIONS: dict[str, Any] = {"weight_decay": 0.1, "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
 
 
-def tensors(numel: int, kind: str, moments: torch.dtype) -> dict[str, Tensor | None]:
+def tensors(numel: int, kind: str, moments: torch.dtype) -> dict[str, Any]:
     """What one shard has, the same in every call."""
     torch.manual_seed(numel)
     wide = torch.randn(numel, device="cuda")
@@ -66,7 +67,7 @@ def kernel_against_plain() -> int:
             for step in range(1, 4):
                 rates = torch.tensor([1 / (1 - 0.9**step), (1 - 0.99**step) ** -0.5], device="cuda")
                 for update, held in ((adam_, found), (plain_update, expected)):
-                    update(**held, scale=scale, rates=rates, decoupled=decoupled, **OPTIONS)  # type: ignore[operator]
+                    update(AdamShard(**held), AdamOptions(decoupled=decoupled, **OPTIONS), scale=scale, rates=rates)
             worst = max(worst, float((wide_of(found) - wide_of(expected)).abs().max()))
             if kind in ("copy", "remainder"):
                 assert torch.equal(found["value"], wide_of(found).bfloat16()), "the weight is not the rounded main value"
@@ -87,8 +88,8 @@ def remainders_are_exact() -> int:
             rates = torch.tensor([1 / (1 - 0.9**step), (1 - 0.99**step) ** -0.5], device="cuda")
             grad = torch.randn(1_000_003, device="cuda")
             for held in (one, other):
-                adam_(**(held | {"grad": grad}), scale=None, rates=rates, decoupled=True, **OPTIONS)  # type: ignore[arg-type]
-        same = torch.equal(wide_of(one), wide_of(other)) and torch.equal(one["value"], other["value"])  # type: ignore[arg-type]
+                adam_(AdamShard(**(held | {"grad": grad})), AdamOptions(decoupled=True, **OPTIONS), scale=None, rates=rates)
+        same = torch.equal(wide_of(one), wide_of(other)) and torch.equal(one["value"], other["value"])
         failed += not same
         print(f"{'passed' if same else 'FAILED'} remainders bit-equal to copies after 50 steps, moments {moments}")
     return failed
