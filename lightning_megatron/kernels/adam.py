@@ -82,6 +82,9 @@ def _adam(
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr)
+        numel = tl.where(scale == scale, numel, 0)  # NaN: nothing is changed
     inside = at < numel
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
     exp_avg = tl.load(exp_avg_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -90,7 +93,7 @@ def _adam(
         exp_avg *= tl.load(exp_avg_scale_ptr + at // 256, mask=inside, other=1.0)
     main = _load_main(value_ptr, main_ptr, ties_ptr, at, inside, KIND)
     if HAS_SCALE:
-        grad = grad * tl.load(scale_ptr)
+        grad = grad * scale
     if HAS_DECAY:
         grad = grad + decay * main
     rate = lr * tl.load(rates_ptr)
@@ -108,7 +111,7 @@ def _adam(
 
 
 def adam_(shard: AdamShard, options: AdamOptions, *, scale: Tensor | None, rates: Tensor) -> None:
-    """Update in place; arithmetic in fp32. See ``optim.fused_adam.AdamUpdate``."""
+    """Update in place; arithmetic in fp32; nothing if ``scale`` is NaN. See ``optim.fused_adam.AdamUpdate``."""
     value, numel = shard.value, shard.value.numel()
     if numel == 0:
         return

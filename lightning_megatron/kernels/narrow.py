@@ -8,9 +8,11 @@ over its inputs then finds the largest magnitude and writes nothing, which costs
 twice; the factor is the largest power of two that fits.
 
 Note [Four tokens in a word]
-A tile is turned in words of 32 bits, each of four neighbouring tokens: a quarter of the moves. Turned byte by byte, SwiGLU's
-columns came out wrong on an H200 (Triton 3.6, every tile shape; the PTX is right by an emulation of it), the norm's did not.
-``are_right`` looks once in a process whether what this machine compiles is right.
+A tile is turned in words of 32 bits, each of four neighbouring tokens: a quarter of the moves. The words come from
+instructions that round two numbers into 16 bits. To take single bytes out of numbers that ``to(float8)`` has rounded gives
+wrong bytes on an H200 (Triton 3.6 and CUDA 13.0: two of four neighbours, even if the word is stored as it stands), though the
+same numbers stored as a whole are right and so is the PTX; so nothing here does that. ``are_right`` looks once in a process
+whether what this machine compiles is right.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Tile:
     warps: int
 
 
-SWIGLU, SWIGLU_BACKWARD, NORM = Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 128, 8)
+SWIGLU, SWIGLU_BACKWARD, NORM = Tile(64, 128, 8), Tile(64, 128, 8), Tile(32, 1024, 8)
 _MULTIPLE = 128  # of tokens and features: whole tiles
 
 
@@ -53,7 +55,15 @@ def fits(num: int, size: int) -> bool:
 
 
 def add_rms_norm_narrow(
-    hidden: Tensor, added: Tensor | None, gain: Tensor, *, eps: float, amax: Tensor, scale: Tensor, scale_inv: Tensor
+    hidden: Tensor,
+    added: Tensor | None,
+    gain: Tensor,
+    *,
+    eps: float,
+    amax: Tensor,
+    scale: Tensor,
+    scale_inv: Tensor,
+    tile: Tile = NORM,
 ) -> tuple[Tensor, Narrow, Tensor]:
     """``x = hidden + added``, its RMSNorm in e4m3, and ``1 / rms(x)`` in fp32: ``[N, H] -> [N, H]``, ``[N, H]``, ``[N]``.
 
@@ -65,18 +75,20 @@ def add_rms_norm_narrow(
         amax: raised to the largest magnitude of the norm, fp32 ``[1]``.
         scale: what to multiply by before rounding, fp32 ``[1]``.
         scale_inv: its inverse.
+        tile: what one program works on.
     """
     num, size = hidden.shape
     summed = hidden if added is None else torch.empty_like(hidden)
     scales = hidden.new_empty(num, dtype=torch.float32)
     rows, columns, inverse = _empty(hidden, num, size, torch.float8_e4m3fn, scale_inv)
     with torch.cuda.device_of(hidden):
-        _add_rms_norm_narrow[(num // NORM.tokens,)](
-            *(hidden, hidden if added is None else added, gain, summed, rows, columns, scales, scale, amax, num, size, eps),
+        _add_rms_norm_narrow[(num // tile.tokens,)](
+            *(hidden, hidden if added is None else added, gain, summed, rows, _words(columns)),
+            *(scales, scale, amax, num, size, eps),
             ADDS=added is not None,
-            TOKENS=NORM.tokens,
-            FEATURES=NORM.features,
-            num_warps=NORM.warps,
+            TOKENS=tile.tokens,
+            FEATURES=min(tile.features, size & -size),  # a power of two that divides
+            num_warps=tile.warps,
         )
     return summed, _finished((rows, columns, inverse)), scales
 
@@ -203,6 +215,30 @@ def _rounded(x, factor, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def _pair(first, second, WIDE_EXPONENT: tl.constexpr):
+    # Two numbers rounded to e4m3 (or e5m2), the first in bits 0 to 7, the second in 8 to 15.
+    if WIDE_EXPONENT:
+        both = tl.inline_asm_elementwise(
+            "{ .reg .b16 both; cvt.rn.satfinite.e5m2x2.f32 both, $2, $1; cvt.u32.u16 $0, both; }",
+            "=r,f,f",
+            [first, second],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        both = tl.inline_asm_elementwise(
+            "{ .reg .b16 both; cvt.rn.satfinite.e4m3x2.f32 both, $2, $1; cvt.u32.u16 $0, both; }",
+            "=r,f,f",
+            [first, second],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return both
+
+
+@triton.jit
 def _add_rms_norm_narrow(
     hidden,
     added,
@@ -220,31 +256,47 @@ def _add_rms_norm_narrow(
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    squares = tl.zeros((TOKENS, FEATURES), dtype=tl.float32)
-    for start in tl.range(0, size, FEATURES, num_stages=3):
-        places = tokens[:, None] * size + (start + tl.arange(0, FEATURES))[None, :]
-        stored = tl.load(hidden + places)
-        if ADDS:
-            stored = (stored.to(tl.float32) + tl.load(added + places).to(tl.float32)).to(stored.dtype)
-            tl.store(summed + places, stored)
-        x = stored.to(tl.float32)
-        squares += x * x
-    rms_inv = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / size + eps)
-    tl.store(scales + tokens, rms_inv)
-    tl.debug_barrier()  # the sums are read again by other threads than wrote them
+    # See Note [Four tokens in a word].
+    words = tl.program_id(0).to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+    for place in tl.static_range(4):
+        tokens = words * 4 + place
+        squares = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.float32)
+        for start in tl.range(0, size, FEATURES):
+            places = tokens[:, None] * size + (start + tl.arange(0, FEATURES))[None, :]
+            stored = tl.load(hidden + places)
+            if ADDS:
+                stored = (stored.to(tl.float32) + tl.load(added + places).to(tl.float32)).to(stored.dtype)
+                tl.store(summed + places, stored)
+            x = stored.to(tl.float32)
+            squares += x * x
+        tl.store(scales + tokens, 1.0 / tl.sqrt(tl.sum(squares, axis=1) / size + eps))
+    tl.debug_barrier()  # sums and scales are read again by other threads than wrote them
     factor = tl.load(scale)
-    largest = tl.zeros((TOKENS, FEATURES), dtype=tl.float32)
-    for start in tl.range(0, size, FEATURES, num_stages=3):
+    largest = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.float32)
+    for start in tl.range(0, size, FEATURES):
         features = start + tl.arange(0, FEATURES)
-        places = tokens[:, None] * size + features[None, :]
-        x = tl.load(summed + places).to(tl.float32)
-        normed = x * rms_inv[:, None] * tl.load(gain + features).to(tl.float32)[None, :]
-        largest = tl.maximum(largest, tl.abs(normed))
-        narrow = _rounded(normed, factor, 448.0).to(tl.float8e4nv)
-        tl.store(rows + places, narrow)
-        tl.store(columns + features[:, None].to(tl.int64) * num + tokens[None, :], tl.trans(narrow))
+        gains = tl.load(gain + features).to(tl.float32)
+        packed = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.int32)
+        for pair in tl.static_range(2):
+            tokens = words * 4 + 2 * pair
+            places = tokens[:, None] * size + features[None, :]
+            first = tl.load(summed + places).to(tl.float32) * tl.load(scales + tokens)[:, None] * gains[None, :]
+            second = tl.load(summed + places + size).to(tl.float32) * tl.load(scales + tokens + 1)[:, None] * gains[None, :]
+            largest = tl.maximum(largest, tl.maximum(tl.abs(first), tl.abs(second)))
+            first, second = _rounded(first, factor, 448.0), _rounded(second, factor, 448.0)
+            tl.store(rows + places, first.to(tl.float8e4nv))
+            tl.store(rows + places + size, second.to(tl.float8e4nv))
+            packed = packed | (_pair(first, second, False) << (16 * pair))
+        tl.store(columns + features[:, None].to(tl.int64) * (num // 4) + words[None, :], tl.trans(packed))
     tl.atomic_max(amax, tl.max(largest), sem="relaxed")
+
+
+@triton.jit
+def _swiglu_of(gate_up, tokens, features, size):
+    source = gate_up + tokens[:, None] * (2 * size) + features[None, :]
+    gate = tl.load(source).to(tl.float32)
+    up = tl.load(source + size).to(tl.float32)
+    return gate * tl.sigmoid(gate) * up
 
 
 @triton.jit
@@ -269,21 +321,31 @@ def _swiglu_narrow(
     packed = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.int32)
     if not FIRST:
         factor = _factor(scale, inverse, KNOWN, 448.0)
-    for place in tl.static_range(4):
-        tokens = words * 4 + place
-        source = gate_up + tokens[:, None] * (2 * size) + features[None, :]
-        gate = tl.load(source).to(tl.float32)
-        up = tl.load(source + size).to(tl.float32)
-        result = gate * tl.sigmoid(gate) * up
-        largest = tl.maximum(largest, tl.abs(result))
+    for pair in tl.static_range(2):
+        tokens = words * 4 + 2 * pair
+        first = _swiglu_of(gate_up, tokens, features, size)
+        second = _swiglu_of(gate_up, tokens + 1, features, size)
+        largest = tl.maximum(largest, tl.maximum(tl.abs(first), tl.abs(second)))
         if not FIRST:
-            narrow = _rounded(result, factor, 448.0).to(tl.float8e4nv)
-            tl.store(rows + tokens[:, None] * size + features[None, :], narrow)
-            packed = packed | (narrow.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * place))
+            first, second = _rounded(first, factor, 448.0), _rounded(second, factor, 448.0)
+            places = tokens[:, None] * size + features[None, :]
+            tl.store(rows + places, first.to(tl.float8e4nv))
+            tl.store(rows + places + size, second.to(tl.float8e4nv))
+            packed = packed | (_pair(first, second, False) << (16 * pair))
     if KNOWN or FIRST:
         tl.atomic_max(amax, tl.max(largest), sem="relaxed")
     if not FIRST:
         tl.store(columns + features[:, None].to(tl.int64) * (num // 4) + words[None, :], tl.trans(packed))
+
+
+@triton.jit
+def _swiglu_gradients_of(grad, gate_up, tokens, features, size):
+    places = tokens[:, None] * (2 * size) + features[None, :]
+    gate = tl.load(gate_up + places).to(tl.float32)
+    up = tl.load(gate_up + places + size).to(tl.float32)
+    of_result = tl.load(grad + tokens[:, None] * size + features[None, :]).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    return of_result * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), of_result * gate * sigmoid
 
 
 @triton.jit
@@ -310,23 +372,22 @@ def _swiglu_backward_narrow(
     packed_up = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.int32)
     if not FIRST:
         factor = _factor(scale, inverse, KNOWN, 57344.0)
-    for place in tl.static_range(4):
-        tokens = words * 4 + place
-        places = tokens[:, None] * (2 * size) + features[None, :]
-        gate = tl.load(gate_up + places).to(tl.float32)
-        up = tl.load(gate_up + places + size).to(tl.float32)
-        of_result = tl.load(grad + tokens[:, None] * size + features[None, :]).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        of_up = of_result * gate * sigmoid
-        of_gate = of_result * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        largest = tl.maximum(largest, tl.maximum(tl.abs(of_gate), tl.abs(of_up)))
+    for pair in tl.static_range(2):
+        tokens = words * 4 + 2 * pair
+        first_gate, first_up = _swiglu_gradients_of(grad, gate_up, tokens, features, size)
+        second_gate, second_up = _swiglu_gradients_of(grad, gate_up, tokens + 1, features, size)
+        largest = tl.maximum(largest, tl.maximum(tl.abs(first_gate), tl.abs(first_up)))
+        largest = tl.maximum(largest, tl.maximum(tl.abs(second_gate), tl.abs(second_up)))
         if not FIRST:
-            narrow = _rounded(of_gate, factor, 57344.0).to(tl.float8e5)
-            tl.store(rows + places, narrow)
-            packed_gate = packed_gate | (narrow.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * place))
-            narrow = _rounded(of_up, factor, 57344.0).to(tl.float8e5)
-            tl.store(rows + places + size, narrow)
-            packed_up = packed_up | (narrow.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * place))
+            first_gate, second_gate = _rounded(first_gate, factor, 57344.0), _rounded(second_gate, factor, 57344.0)
+            first_up, second_up = _rounded(first_up, factor, 57344.0), _rounded(second_up, factor, 57344.0)
+            places = tokens[:, None] * (2 * size) + features[None, :]
+            tl.store(rows + places, first_gate.to(tl.float8e5))
+            tl.store(rows + places + size, first_up.to(tl.float8e5))
+            tl.store(rows + places + 2 * size, second_gate.to(tl.float8e5))
+            tl.store(rows + places + 3 * size, second_up.to(tl.float8e5))
+            packed_gate = packed_gate | (_pair(first_gate, second_gate, True) << (16 * pair))
+            packed_up = packed_up | (_pair(first_up, second_up, True) << (16 * pair))
     if KNOWN or FIRST:
         tl.atomic_max(amax, tl.max(largest), sem="relaxed")
     if not FIRST:

@@ -32,8 +32,9 @@ class DistributedOptimizerConfig:
         fused_adam: step torch's Adam and AdamW in one pass over memory; ``None``: on CUDA, where it is faster. Results differ
             from the optimizer's own step by rounding in fp32.
         nonfinite: what to do about a gradient that is not finite: ``raise`` (the message names the first parameter and where
-            it lies), ``skip`` the step and count it, or ``ignore`` it. All but ``ignore`` make the host wait for the gradient
-            norm once in a step. With a loss scale a step with an overflow is always skipped.
+            it lies), ``skip`` the step and count it, or ``ignore`` it. The host waits for the
+            gradient norm once in a step: with ``raise`` and a fused Adam when the update is already running, with ``ignore``
+            never. With a loss scale a step with an overflow is always skipped.
 
     Raises:
         ValueError: a value that is not possible, by name.

@@ -105,6 +105,7 @@ class DistributedOptimizer:
             mesh=mesh,
             nonfinite=config.nonfinite,
             direct=self._stepper.reads_buffer,
+            confirms=self._stepper.changes_nothing_by_nan,
         )
 
     def last_backward(self, stage: int = 0, *, pattern: Hashable = None) -> None:
@@ -150,7 +151,8 @@ class DistributedOptimizer:
             defer: leave the division to ``clip_by_norm`` or ``apply_scaling``, because nobody reads gradients before.
 
         Raises:
-            RuntimeError: with ``nonfinite="raise"``, on every rank: a gradient is not finite.
+            RuntimeError: with ``nonfinite="raise"``, on every rank: a gradient is not finite. With ``defer`` it may be left
+                to ``step``, which then has changed nothing.
         """
         self._stepper.prepare()  # before the host waits for the norm
         self._finisher.finish(num_tokens, loss_scale=loss_scale, defer=defer)
@@ -197,10 +199,14 @@ class DistributedOptimizer:
         return self._finisher.num_zero_gradients()
 
     def step(self, **kwargs: Any) -> None:
-        """Step the optimizer on the shards, by whatever way suits it: see ``optim/stepper.py``."""
+        """Step the optimizer on the shards, by whatever way suits it: see ``optim/stepper.py``.
+
+        Raises:
+            RuntimeError: what ``finish_gradients`` has left to it.
+        """
         for matrix in self._cut.gathered:
             matrix.before_step()
-        self._stepper.step(self._finisher.take_factor(), **kwargs)
+        self._stepper.step(self._finisher.take_factor(), confirm=self._finisher.confirm, **kwargs)
         for matrix in self._cut.gathered:
             matrix.after_step()
 

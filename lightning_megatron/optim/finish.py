@@ -5,6 +5,12 @@ The norm pass reads each gradient once; its result also tells whether any is not
 from the one all-reduce. The division by the token count and by the loss scale and the factor of clipping are then one
 multiplication. Whoever reads gradients between the norm and the clipping wants them divided, so ``finish`` divides at once,
 unless it is told that nobody reads them (``defer``): then the factor waits for the clipping, or for ``apply``.
+
+Note [Looking while the step runs]
+To raise on a gradient that is not finite the host must see the norm, and while it waits for it nothing new reaches the device.
+A step that takes the factor from here is therefore started first: the factor is NaN where the norm is not finite, with which
+the update changes nothing. The host looks (``confirm``) when all of the update is on its way, and steps are not yet counted
+nor gradients cleared. Skipping a step is decided before it, so ``nonfinite="skip"`` and a loss scale wait as ever.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ class GradientFinisher:
         mesh: the running layout.
         nonfinite: what to do about gradients that are not finite.
         direct: the step reads the gradient buffer itself and multiplies by ``take_factor()``.
+        confirms: the step changes nothing if the factor is NaN, and calls ``confirm`` afterwards.
 
     Attributes:
         grad_norm: norm of the whole gradient (0-dim fp64), the same on every rank.
@@ -48,7 +55,10 @@ class GradientFinisher:
         mesh: Mesh,
         nonfinite: NonFinitePolicy,
         direct: bool = False,
+        confirms: bool = False,
     ) -> None:
+        self._confirms = direct and confirms
+        self._finite: _Answer | None = None
         self._direct, self._deferred = direct, False
         self._shards, self._gradients, self._buckets, self._mesh = shards, gradients, buckets, mesh
         self._policy = nonfinite
@@ -81,19 +91,28 @@ class GradientFinisher:
         for shard, gradient in zip(self._shards, self._gradients, strict=True):
             if shard.main.dtype == gradient.dtype:
                 shard.main.grad = gradient.view_as(shard.main)
-        self._check(squares, loss_scale)
+        if defer and self._confirms and self._policy == "raise" and not _may_overflow(loss_scale):
+            self._finite = _Answer(torch.isfinite(squares))
+            self._factor = squares * 0.0 + (1.0 if self._factor is None else self._factor)
+        else:
+            self._check(squares, loss_scale)
         self._deferred = defer and self._direct
         if not defer:
             self.apply()
 
     def _check(self, squares: Tensor, loss_scale: float | None) -> None:
-        may_overflow = loss_scale is not None and loss_scale > 1.0
         if (self._policy == "ignore" and loss_scale is None) or bool(torch.isfinite(squares)):
             return
-        if self._policy == "raise" and not may_overflow:
+        if self._policy == "raise" and not _may_overflow(loss_scale):
             raise RuntimeError(self._describe())
         self.should_skip = True
         self.num_skipped += 1
+
+    def confirm(self) -> None:
+        """Raise now what ``finish`` has left to a later look. See Note [Looking while the step runs]."""
+        finite, self._finite = self._finite, None
+        if finite is not None and not finite.get():
+            raise RuntimeError(self._describe())
 
     def apply(self) -> None:
         """Divide by what ``finish`` was told to, if that has not happened yet, and give every shard its ``grad``."""
@@ -105,6 +124,7 @@ class GradientFinisher:
 
     def clip_by_value(self, value: float) -> None:
         """Clamp each element to ``[-value, value]``."""
+        self.confirm()
         self._deferred = False
         self.apply()
         if self._direct:
@@ -148,7 +168,7 @@ class GradientFinisher:
 
     def clear(self) -> None:
         """Forget the step."""
-        self.should_skip, self._factor, self._deferred = False, None, False
+        self.should_skip, self._factor, self._deferred, self._finite = False, None, False, None
         for shard in self._shards:
             shard.main.grad = None
 
@@ -206,3 +226,30 @@ class GradientFinisher:
                         flat[first - placement.start : last - placement.start] = 0.0
                     return not bool(torch.isfinite(flat).all())
         return False
+
+
+def _may_overflow(loss_scale: float | None) -> bool:
+    return loss_scale is not None and loss_scale > 1.0
+
+
+class _Answer:
+    """A truth value on its way to the host.
+
+    Args:
+        flag: 0-dim bool.
+    """
+
+    def __init__(self, flag: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._flag = flag
+        if flag.is_cuda:
+            self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._flag.copy_(flag, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def get(self) -> bool:
+        """Wait until it is here."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._flag)

@@ -9,7 +9,7 @@ The optimizer stays the user's: its groups, its state and its step hooks are as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,7 +38,7 @@ class AdamUpdate(Protocol):
         Args:
             shard: its tensors.
             options: of its param group.
-            scale: what the gradient is multiplied by first (0-dim fp32).
+            scale: what the gradient is multiplied by first (0-dim fp32); if it is NaN, nothing is changed.
             rates: ``[2]`` fp32: 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t).
         """
 
@@ -85,11 +85,12 @@ class FusedAdam:
         self._prepared = [self._prepare(group) for group in self._optimizer.param_groups]
 
     @torch.no_grad()
-    def step(self, scale: Tensor | None, **kwargs: Any) -> None:
+    def step(self, scale: Tensor | None, *, confirm: Callable[[], None], **kwargs: Any) -> None:
         """Step.
 
         Args:
-            scale: what gradients are to be multiplied by first (0-dim).
+            scale: what gradients are to be multiplied by first (0-dim); if it is NaN, no value is changed.
+            confirm: called when the device has its work and the steps are not counted yet.
             kwargs: for the optimizer's own ``step``, which runs its hooks on groups without parameters.
         """
         prepared, self._prepared = self._prepared, None
@@ -103,9 +104,14 @@ class FusedAdam:
             for group, params in zip(groups, members, strict=True):
                 group["params"] = params
         scale = None if scale is None else scale.float()
+        counts: list[Tensor] = []
         for index, group in enumerate(groups):
             ready = prepared[index] if prepared is not None and prepared[index].betas == _betas(group) else self._prepare(group)
             self._step_group(group, ready, scale)
+            counts += ready.steps
+        confirm()
+        if counts:
+            torch._foreach_add_(counts, 1.0)
 
     def _step_group(self, group: dict[str, Any], ready: _Ready, scale: Tensor | None) -> None:
         if not ready.shards:
@@ -120,7 +126,6 @@ class FusedAdam:
         )
         for shard, rates in zip(ready.shards, ready.rates.unbind(), strict=True):
             update(shard, options, scale=scale, rates=rates)
-        torch._foreach_add_(ready.steps, 1.0)
 
     def _prepare(self, group: dict[str, Any]) -> _Ready:
         mains = [main for main in group["params"] if main in self._places]
@@ -210,6 +215,8 @@ def runs_on(device: torch.device) -> bool:
 
 def plain_update(shard: AdamShard, options: AdamOptions, *, scale: Tensor | None, rates: Tensor) -> None:
     """``AdamUpdate`` in plain torch, for machines without the kernel."""
+    if scale is not None and bool(scale.isnan()):
+        return
     value, main, decay, betas = shard.value, shard.main, options.weight_decay, options.betas
     rest = None if main is None or shard.ties is None else Remainder.of(main, shard.ties)
     wide = rest.join(value, 0, value.numel()) if rest is not None else (value if main is None else main).float().clone()

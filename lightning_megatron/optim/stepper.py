@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,6 +32,7 @@ class Stepper:
 
     Attributes:
         reads_buffer: gradients are read from the gradient buffer, and multiplied by the factor that ``step`` is given.
+        changes_nothing_by_nan: a factor of NaN leaves all as it was.
         writes_values: the new parameters are in the parameter buffer after a step; nobody needs to copy them.
     """
 
@@ -58,6 +60,7 @@ class Stepper:
         state_dtype = torch.bfloat16 if config.state_dtype == "bf16" else torch.float32
         if in_pieces and (cut.stores or cut.on_host or state_dtype != torch.float32):
             self._pieces = PieceStepper(optimizer, in_pieces, stores=cut.stores, state_dtype=state_dtype, on_host=cut.on_host)
+        self.changes_nothing_by_nan = self._fused is not None and self._pieces is None
         held = {shard.main for shard in in_pieces}
         self._gradients = [g for shard, g in zip(cut.local, cut.gradients, strict=True) if shard.main in held]
 
@@ -70,15 +73,16 @@ class Stepper:
         """Inside the ``with`` block states are tensors as any optimizer would have them: to save or restore them."""
         return nullcontext() if self._fused is None else self._fused.wide_states()
 
-    def step(self, factor: torch.Tensor | None, **kwargs: Any) -> None:
+    def step(self, factor: torch.Tensor | None, *, confirm: Callable[[], None], **kwargs: Any) -> None:
         """Step on everything.
 
         Args:
             factor: what gradients are still to be multiplied by (0-dim), if ``reads_buffer``.
+            confirm: called before the step counts as taken.
             kwargs: for the optimizer's ``step``.
         """
         if self._fused is not None:
-            self._fused.step(factor, **kwargs)
+            self._fused.step(factor, confirm=confirm, **kwargs)
             if self._pieces is not None and factor is not None:
                 multiply(self._gradients, factor)
         if self._pieces is not None:

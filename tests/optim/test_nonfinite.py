@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -81,6 +82,43 @@ def test_raise_names_the_first_parameter_and_the_rank_whose_gradient_it_is(bad_r
 def test_raise_says_the_stage_and_the_tensor_parallel_rank() -> None:
     for message in run_distributed(plant, 4, 3, "raise", Parallelism(pp=2, order="pp-dp-tp-cp")):
         assert message.startswith("[pp=0 dp=1] the gradient of 'layers.1.weight'"), message
+
+
+def raise_after_the_update(bad_rank: int, clips: str) -> str:
+    """A fused step is on its way before the host looks: it must have changed nothing."""
+    mesh = Mesh.create(Parallelism(), device=torch.device("cpu"))
+    net = Net()
+    config = DistributedOptimizerConfig(bucket_mb=100 * 4 / 2**20, fused_adam=True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    sharded = DistributedOptimizer(optimizer, net.named_parameters(), mesh=mesh, config=config)
+    for number in range(2):
+        net(inputs(mesh.rank)).sum().backward()
+        before = [p.detach().clone() for p in net.parameters()]
+        states = [{k: v.clone() for k, v in optimizer.state[shard.main].items()} for shard in sharded.shards if number]
+        if number and mesh.rank == bad_rank:
+            net.layers[1].weight.grad[3, 3] = torch.inf
+            net.layers[2].bias.grad[0] = -torch.inf
+        finish(sharded, num_tokens=torch.tensor(4.0), defer=True)
+        with pytest.raises(RuntimeError) if number else nullcontext() as error:
+            if clips == "norm":
+                sharded.clip_by_norm(1.0)
+            elif clips == "value":
+                sharded.clip_by_value(1.0)
+            sharded.step()
+        if not number:
+            sharded.update_parameters()
+            sharded.wait_parameters()
+    assert all(torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
+    for shard, state in zip(sharded.shards, states, strict=True):
+        assert state["step"] == 1.0
+        assert all(torch.equal(optimizer.state[shard.main][name], value) for name, value in state.items())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("clips", ["", "norm", "value"])
+def test_raise_by_a_fused_step_has_changed_nothing_and_names_the_same(clips: str) -> None:
+    for message in run_distributed(raise_after_the_update, 2, 1, clips):
+        assert message.startswith("[dp=1] the gradient of 'layers.1.weight' is not finite (nan or inf); 2 parameter"), message
 
 
 def test_raise_works_on_one_process() -> None:
