@@ -81,7 +81,7 @@ class MegatronPrecision(Precision):
         fp8: how numbers are scaled into 8 bits: ``delayed``, ``current`` (one factor a tensor, from earlier steps or from the
             tensor itself), ``blockwise``, ``mxfp8``, ``nvfp4``. What the GPU cannot do is refused by name.
         fp8_head: multiply the vocabulary head in 8 bits as well (of models that do not share it with the embedding).
-        fp8_attention: attention in 8 bits. Only ``False`` in this version.
+        fp8_attention: the products of attention in 8 bits as well: causal, whole rows, no dropout, heads of 128.
         fp8_params: parameters in 8 bits. Only ``False`` in this version.
         first_last_layers_bf16: layers at each end of the model that stay in bf16, as one number or two.
         fp8_history_steps: optimizer steps that ``delayed`` looks back on.
@@ -115,9 +115,11 @@ class MegatronPrecision(Precision):
             raise ValueError(f"loss_scale=... is for 16-mixed and 16-true; precision={precision!r} needs none.")
         self.scaler = (loss_scale or DynamicLossScale()) if in_fp16 else None
         self.finishers: dict[int, GradientFinisher] = {}
-        refuse_later(fp8_attention=fp8_attention, fp8_params=fp8_params)
+        refuse_later(fp8_params=fp8_params)
+        _refuse_without(fp8, fp8_head=fp8_head, fp8_attention=fp8_attention)
         ends = (first_last_layers_bf16,) * 2 if isinstance(first_last_layers_bf16, int) else first_last_layers_bf16
         options: dict[str, Any] = {"history_steps": fp8_history_steps, "margin": fp8_margin, "head": fp8_head}
+        options |= {"attention": fp8_attention}
         options |= {"first_layers_bf16": ends[0], "last_layers_bf16": ends[1]}
         self.fp8 = None if fp8 is None else Fp8Options(recipe=fp8, **options)
         """What is multiplied in 8 bits."""
@@ -303,6 +305,17 @@ def refuse_later(**options: bool) -> None:
     for name, value in options.items():
         if value:
             raise ValueError(f"{name}={value!r} is not there yet in this version; leave {name}=False.")
+
+
+def _refuse_without(fp8: str | None, **options: bool) -> None:
+    """Refuse options that say what FP8 does where there is no FP8.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name, value in options.items():
+        if value and fp8 is None:
+            raise ValueError(f"{name}={value!r} says what is in 8 bits, but fp8=None; give fp8='delayed', or {name}=False.")
 
 
 def translated(plugin: TransformerEnginePrecision) -> dict[str, Any]:

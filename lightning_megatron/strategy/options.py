@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -16,7 +16,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_megatron.layers.choice import BackendName
+from lightning_megatron.layers.recompute import Recompute
 from lightning_megatron.layers.te_backend import Fp8Options, scales_of
+from lightning_megatron.layers.te_backend.attention import NarrowCoreAttention
 from lightning_megatron.layers.te_backend.modules import NarrowHead
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.config import GPTConfig
@@ -84,6 +86,29 @@ def refuse_later(*, backend: str, plan: object) -> None:
         )
 
 
+def activation_options(
+    parallelism: Parallelism, recompute: str | list[str] | Recompute | None, *, offload: bool, graphs: bool
+) -> dict[str, Any]:
+    """How layers keep what their backward needs, as ``PreparedModule`` takes it.
+
+    Raises:
+        ValueError: CUDA graphs do not go with another option, which is named; see also ``layers.graphs.graph_layers``.
+    """
+    for name in ("pp", "cp") if graphs else ():
+        if (size := getattr(parallelism, name)) > 1:
+            raise ValueError(
+                f"cuda_graphs=True does not go with {name}={size} in this version: graphs hold one micro-batch between its "
+                f"forward and its backward, and whole sequences. Set {name}=1 or cuda_graphs=False."
+            )
+    for name, value in (("recompute", recompute), ("offload_activations", offload)) if graphs else ():
+        if value:
+            raise ValueError(
+                f"cuda_graphs=True does not go with {name}={value!r} in this version: graphs keep what layers save in memory of "
+                f"their own. Leave out {name}, or set cuda_graphs=False."
+            )
+    return {"recomputed": Recompute.of(recompute), "offloads": offload, "graphs": graphs}
+
+
 def check_fp8(module: LightningModule, fp8: Fp8Options | None) -> None:
     """Check that a model has layers that multiply in 8 bits if that was asked for, in the way that was asked for.
 
@@ -98,6 +123,8 @@ def check_fp8(module: LightningModule, fp8: Fp8Options | None) -> None:
         )
     if fp8 is not None and fp8.head:
         _check_narrow_head(module)
+    if fp8 is not None and fp8.attention:
+        _check_narrow_attention(module)
     if fp8 is None and built:
         raise ValueError(
             f"{type(module).__name__} was built by an earlier Trainer for fp8={built[0].recipe!r}; give this Trainer the same "
@@ -117,6 +144,19 @@ def _check_narrow_head(module: LightningModule) -> None:
             f"fp8_head=True, but {type(module).__name__} has no head of its own: its logits come from the embedding, which "
             f"stays in 16 bits. Set tied_embeddings=False, or fp8_head=False."
         )
+
+
+def _check_narrow_attention(module: LightningModule) -> None:
+    configs = [getattr(child, "config", None) for child in module.modules()]
+    cores = [child for child in module.modules() if isinstance(child, NarrowCoreAttention)]
+    for config in (config for config in configs if isinstance(config, GPTConfig)):
+        if config.sliding_window is not None or not config.causal:
+            raise ValueError(
+                f"fp8_attention=True is causal over whole rows, but sliding_window={config.sliding_window} and "
+                f"causal={config.causal}; set fp8_attention=False for them."
+            )
+        for core in cores:
+            core.check_head_dim(config.head_size)
 
 
 def check_num_microbatches(schedule: Schedule, placement: Placement, *, batch_size: int, micro_batch_size: int) -> None:

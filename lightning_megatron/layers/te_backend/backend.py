@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_megatron.layers.backend import Activation, NormSpec
+from lightning_megatron.layers.te_backend.attention import NarrowCoreAttention
 from lightning_megatron.layers.te_backend.modules import (
     FusedColumnLinear,
     FusedGatedMLP,
@@ -29,8 +30,8 @@ from lightning_megatron.tensor_parallel.linear import OutPart
 class TeBackend(TorchBackend):
     """``Backend`` whose norms, linears and activations are fused, in 16 or in 8 bits.
 
-    What neither gains by the library nor by 8 bits is the torch backend's: norms that stand alone, attention (its cuDNN
-    kernels are faster through torch), rotation.
+    What neither gains by the library nor by 8 bits is the torch backend's: norms that stand alone, attention in 16 bits (its
+    cuDNN kernels are faster through torch), rotation.
 
     Args:
         operations: of the library (``TeOperations``), or in plain torch (``PlainOperations``).
@@ -105,6 +106,12 @@ class TeBackend(TorchBackend):
             operations=self._operations,
             scales=self.scales,
         )
+
+    def core_attention(self, *, dropout: float, mesh: Mesh) -> nn.Module:
+        """See ``Backend.core_attention``."""
+        if self._options is None or self.scales is None or not self._options.attention:
+            return super().core_attention(dropout=dropout, mesh=mesh)
+        return NarrowCoreAttention(operations=self._operations, scales=self.scales, dropout=dropout, mesh=mesh)
 
     def mlp(self, up: nn.Module, down: nn.Module, kind: Activation) -> nn.Module:
         """See ``Backend.mlp``; the linear behind the activation computes it."""

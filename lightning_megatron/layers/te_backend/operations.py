@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_megatron.layers.backend import Activation
-from lightning_megatron.layers.te_backend.scales import Slot
+from lightning_megatron.layers.te_backend.scales import AttentionSlots, Slot
 
 Narrow = Any
 
@@ -72,4 +72,24 @@ class Operations(Protocol):
 
     def keep_columns(self, x: Narrow) -> Narrow:
         """The same without its rows, to be kept for a weight gradient."""
+        ...
+
+    # Attention
+
+    @property
+    def attention_head_dim(self) -> int | None:
+        """The one size of heads that attention in 8 bits takes; ``None`` for any."""
+        ...
+
+    @property
+    def attention_multiple(self) -> int:
+        """Sequence lengths of attention in 8 bits must be multiples of this."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: AttentionSlots, *, record: bool) -> tuple[Tensor, list[Tensor]]:
+        """Causal attention in 8 bits: ``[S, B, h, d]``, ``[S, B, g, d]`` twice, to ``[S, B, h, d]`` and what is to be kept."""
+        ...
+
+    def attend_backward(self, grad: Tensor, kept: list[Tensor], slots: AttentionSlots) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values, from that of the result, ``[S, B, h, d]``, and what was kept."""
         ...

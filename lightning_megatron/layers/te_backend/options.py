@@ -25,6 +25,7 @@ class Fp8Options:
             earlier optimizer steps. ``current``: one factor a tensor, from that tensor. ``blockwise``: a factor for each
             128 elements. ``mxfp8`` and ``nvfp4``: block formats of Blackwell.
         head: multiply the vocabulary head in 8 bits as well.
+        attention: the products of attention in 8 bits as well, by factors of earlier steps whatever the recipe.
         first_layers_bf16, last_layers_bf16: layers at either end of the model that stay in 16 bits.
         history_steps: optimizer steps that ``delayed`` looks back on.
         margin: powers of two of headroom that ``delayed`` leaves above the largest magnitude it remembers.
@@ -35,6 +36,7 @@ class Fp8Options:
 
     recipe: Recipe = "delayed"
     head: bool = False
+    attention: bool = False
     first_layers_bf16: int = 0
     last_layers_bf16: int = 0
     history_steps: int = 16
@@ -46,6 +48,11 @@ class Fp8Options:
         for name, least in (("first_layers_bf16", 0), ("last_layers_bf16", 0), ("history_steps", 1), ("margin", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be {least} or more.")
+        if self.attention and self.recipe in ("mxfp8", "nvfp4"):
+            raise ValueError(
+                f"fp8_attention=True goes with fp8='delayed', 'current' or 'blockwise', not with fp8={self.recipe!r}: "
+                f"attention has one factor a tensor here. Leave fp8_attention=False."
+            )
 
     @property
     def alignment(self) -> int:
@@ -68,6 +75,11 @@ class Fp8Options:
             ValueError: naming the recipe, what it needs, and what this GPU can do.
         """
         needed, what = _NEEDS[self.recipe]
+        if capability >= needed and self.attention and capability < (9, 0):
+            raise ValueError(
+                f"fp8_attention=True needs FP8 attention (Hopper, Blackwell), compute capability 9.0; {name} has "
+                f"{capability[0]}.{capability[1]}: leave fp8_attention=False."
+            )
         if capability >= needed:
             return
         able = [recipe for recipe, (least, _) in _NEEDS.items() if capability >= least]

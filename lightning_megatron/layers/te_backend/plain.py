@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.te_backend.options import Fp8Options
-from lightning_megatron.layers.te_backend.scales import LARGEST, Slot, power_of_two
+from lightning_megatron.layers.te_backend.scales import LARGEST, WEIGHTS_SCALE, AttentionSlots, Slot, power_of_two, remember
 from lightning_megatron.layers.torch_backend import gelu, swiglu
 
 
@@ -123,6 +124,64 @@ class PlainOperations:
     def keep_columns(self, x: Tensor | Rounded) -> Tensor | Rounded:
         """See ``Operations``."""
         return x
+
+    @property
+    def attention_head_dim(self) -> int | None:
+        """See ``Operations``."""
+        return None
+
+    @property
+    def attention_multiple(self) -> int:
+        """See ``Operations``."""
+        return 1
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: AttentionSlots, *, record: bool) -> tuple[Tensor, list[Tensor]]:
+        """See ``Operations``."""
+        narrow = [_rounded(x, slots.qkv.scale, slots.qkv.dtype) for x in (q, k, v)]
+        weights = _attention_weights(*narrow[:2])
+        out = torch.einsum("bhst,tbhd->sbhd", _narrow_weights(weights), _of_heads(narrow[2].wide(), q.shape[2]))
+        result = _rounded(out, slots.out.scale, slots.out.dtype)
+        if record:
+            met = torch.stack([x.detach().abs().amax().float() for x in (q, k, v)]).amax().view(1)
+            remember([slots.qkv, slots.out], [met, out.abs().amax().view(1)])
+        kept = [part for rounded in (*narrow, result) for part in rounded.prepare_for_saving()[0] if part is not None]
+        return (kept[6].float() * kept[7]).to(q.dtype), kept
+
+    def attend_backward(self, grad: Tensor, kept: list[Tensor], slots: AttentionSlots) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``Operations``."""
+        q, k, v, out = (Rounded(values, inverse) for values, inverse in zip(kept[::2], kept[1::2], strict=True))
+        heads, groups, scale = grad.shape[2], kept[2].shape[2], grad.shape[3] ** -0.5
+        weights = _attention_weights(q, k)
+        narrow = _rounded(grad, slots.grad_out.scale, slots.grad_out.dtype).wide()
+        of_weights = torch.einsum("sbhd,tbhd->bhst", narrow, _of_heads(v.wide(), heads))
+        of_scores = weights * (of_weights - (narrow * out.wide()).sum(-1).permute(1, 2, 0).unsqueeze(-1))
+        rounded = _rounded(of_scores, slots.grad_scores.scale, slots.grad_scores.dtype).wide()
+        of_q = torch.einsum("bhst,tbhd->sbhd", rounded, _of_heads(k.wide(), heads)) * scale
+        of_k = torch.einsum("bhst,sbhd->tbhd", rounded, q.wide()) * scale
+        of_v = torch.einsum("bhst,sbhd->tbhd", _narrow_weights(weights), narrow)
+        grads = [of_q, *(x.unflatten(2, (groups, -1)).sum(3) for x in (of_k, of_v))]
+        met = torch.stack([x.abs().amax() for x in grads]).amax().view(1)
+        largest = [grad.detach().abs().amax().float().view(1), of_scores.abs().amax().view(1), met]
+        remember([slots.grad_out, slots.grad_scores, slots.grad_qkv], largest)
+        of_q, of_k, of_v = (_rounded(x, slots.grad_qkv.scale, slots.grad_qkv.dtype).wide().to(grad.dtype) for x in grads)
+        return of_q, of_k, of_v
+
+
+def _attention_weights(q: Rounded, k: Rounded) -> Tensor:
+    """Causal softmax of ``[S, B, h, d]`` and ``[S, B, g, d]``, ``[B, h, S, S]``."""
+    wide = q.wide()
+    scores = torch.einsum("sbhd,tbhd->bhst", wide, _of_heads(k.wide(), wide.shape[2])) * wide.shape[3] ** -0.5
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -inf).softmax(-1)
+
+
+def _narrow_weights(weights: Tensor) -> Tensor:
+    """Attention weights in 8 bits: the largest is 1, so their factor never moves."""
+    return (weights * WEIGHTS_SCALE).to(torch.float8_e4m3fn).float() / WEIGHTS_SCALE
+
+
+def _of_heads(x: Tensor, heads: int) -> Tensor:
+    """``[S, B, g, d] -> [S, B, h, d]``: for each query head the key or value head that it uses."""
+    return x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 _ACTIVATIONS = {"swiglu": swiglu, "gelu": gelu}

@@ -17,6 +17,7 @@ means the same on all ranks and at every layout; slots of layers on other ranks 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from lightning_megatron.layers.te_backend.options import Fp8Options
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """Largest finite number of each format."""
+WEIGHTS_SCALE = 256.0
+"""The factor of attention weights, whose largest is 1: the largest power of two that keeps them below 448."""
 
 
 def power_of_two(numbers: Tensor) -> Tensor:
@@ -95,6 +98,11 @@ class Scales:
         return self
 
     @property
+    def keeps_history(self) -> bool:
+        """Whether there are tensors whose factors come from earlier steps."""
+        return self.options.recipe == "delayed" or self.options.attention
+
+    @property
     def is_warm(self) -> bool:
         """Whether there is a history to take factors from."""
         return self._steps > 0
@@ -126,7 +134,7 @@ class Scales:
             reduce_max: the largest of each element over all ranks. Every rank calls it, once.
         """
         self.epoch += 1
-        if self.options.recipe != "delayed" or self._flat is None or self._history is None:
+        if not self.keeps_history or self._flat is None or self._history is None:
             return
         self._history[self._steps % len(self._history)] = reduce_max(self._flat[2].clone())
         self._flat[2].zero_()
@@ -172,6 +180,37 @@ class Scales:
         self._flat[1].copy_(self._flat[0].reciprocal())
         self._flat[2].zero_()
         self._steps = state["steps"]
+
+
+@dataclass(frozen=True)
+class AttentionSlots:
+    """The tensors of one layer's attention whose factors come from earlier steps, whatever the recipe of the products is.
+
+    Args:
+        qkv: queries, keys and values, which share a factor.
+        out: what attention returns.
+        grad_out: its gradient.
+        grad_scores: the gradient of the scores, inside of the kernel.
+        grad_qkv: the gradients of queries, keys and values.
+    """
+
+    qkv: Slot
+    out: Slot
+    grad_out: Slot
+    grad_scores: Slot
+    grad_qkv: Slot
+
+    @classmethod
+    def of(cls, scales: Scales) -> AttentionSlots:
+        """New slots of a model."""
+        narrow, wide = torch.float8_e4m3fn, torch.float8_e5m2
+        return cls(scales.slot(narrow), scales.slot(narrow), scales.slot(wide), scales.slot(wide), scales.slot(wide))
+
+
+def remember(slots: list[Slot], magnitudes: list[Tensor]) -> None:
+    """Let later steps know of largest magnitudes, fp32 ``[1]`` each."""
+    for slot, magnitude in zip(slots, magnitudes, strict=True):
+        torch.maximum(slot.amax, magnitude, out=slot.amax)
 
 
 def scales_of(module: nn.Module) -> list[Scales]:

@@ -23,7 +23,8 @@ from lightning_megatron.kernels import available
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.te_backend.operations import Narrow
 from lightning_megatron.layers.te_backend.options import Fp8Options
-from lightning_megatron.layers.te_backend.scales import Slot
+from lightning_megatron.layers.te_backend.scales import AttentionSlots, Slot
+from lightning_megatron.layers.te_backend.te_attention import HEAD_DIM, MULTIPLE, TeAttention
 
 
 class TeOperations:
@@ -46,6 +47,7 @@ class TeOperations:
         if fused and options is not None and options.is_per_tensor and available():
             self._kernels = _checked_kernels(device)
         self._quantizers: dict[str, Any] = {} if options is None else self._own_scale_quantizers(options)
+        self._attention = TeAttention(device) if options is not None and options.attention else None
 
     def __deepcopy__(self, memo: dict[int, object]) -> TeOperations:
         return self  # holds modules, and nothing of a model
@@ -200,6 +202,28 @@ class TeOperations:
         self._gemm(
             x, grad, out_dtype=total.dtype, layout="NT", grad=True, accumulate=True, out=total, use_split_accumulator=True
         )
+
+    # Attention
+
+    @property
+    def attention_head_dim(self) -> int | None:
+        """See ``Operations``."""
+        return HEAD_DIM
+
+    @property
+    def attention_multiple(self) -> int:
+        """See ``Operations``."""
+        return MULTIPLE
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: AttentionSlots, *, record: bool) -> tuple[Tensor, list[Tensor]]:
+        """See ``Operations``."""
+        assert self._attention is not None
+        return self._attention.attend(q, k, v, slots, record=record)
+
+    def attend_backward(self, grad: Tensor, kept: list[Tensor], slots: AttentionSlots) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``Operations``."""
+        assert self._attention is not None
+        return self._attention.attend_backward(grad, kept, slots)
 
 
 def _checked_kernels(device: torch.device) -> Any:
