@@ -25,7 +25,8 @@ the Function, or the running pass (``torch.autograd.grad``) does not add to this
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -109,11 +110,32 @@ class _NoGradient(torch.autograd.Function):
         return grad, None
 
 
-def _run_hooks(param: Tensor) -> None:
+def run_hooks(param: Tensor) -> None:
     """Run what ``AccumulateGrad`` would have run: a gradient has been added to the parameter's sum."""
     hooks: dict[int, Callable[[Tensor], None]] | None = param._post_accumulate_grad_hooks
     for hook in list((hooks or {}).values()):
         hook(param)
+
+
+@contextmanager
+def arrivals_of(params: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Inside the ``with`` block hooks on the parameters' accumulation do not run; the list says for which they would have."""
+    arrived: list[Tensor] = []
+    kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    _hooks_run_without_gradient()
+    for param in params:
+        handle = param.register_post_accumulate_grad_hook(arrived.append)  # type: ignore[no-untyped-call]
+        hooks: Any = param._post_accumulate_grad_hooks
+        others = {key: hook for key, hook in hooks.items() if key != handle.id}
+        for key in others:
+            del hooks[key]
+        kept.append((hooks, others))
+    try:
+        yield arrived
+    finally:
+        for hooks, others in kept:
+            hooks.clear()
+            hooks.update(others)
 
 
 def now_or_later(
@@ -140,7 +162,7 @@ def now_or_later(
             return compute()
         _add(param, add, put)
         if is_late or not _hooks_run_without_gradient():
-            _run_hooks(param)
+            run_hooks(param)
         return None
 
     if waiting is None:
@@ -163,7 +185,7 @@ def added_to_sum(ctx: Any, place: int, add: Callable[[Tensor], Any], *, put: Cal
         return False
     _add(param, add, put)
     if not _hooks_run_without_gradient():
-        _run_hooks(param)
+        run_hooks(param)
     return True
 
 
@@ -179,10 +201,10 @@ def _parameter(ctx: Any, place: int, *, is_certain: bool) -> Tensor | None:
     param: Tensor | None = getattr(node, "variable", None)
     if param is None or sum_of(param) is None:
         return None
-    return param if is_certain or _is_accumulated(node) else None
+    return param if is_certain or is_accumulated(node) else None
 
 
-def _is_accumulated(node: Any) -> bool:
+def is_accumulated(node: Any) -> bool:
     """Whether the running pass adds to the leaf of this ``AccumulateGrad``."""
     try:
         return bool(torch._C._will_engine_execute_node(node))

@@ -103,8 +103,8 @@ def activation_options(
     for name, value in (("recompute", recompute), ("offload_activations", offload)) if graphs else ():
         if value:
             raise ValueError(
-                f"cuda_graphs=True does not go with {name}={value!r} in this version: graphs keep what layers save in memory of "
-                f"their own. Leave out {name}, or set cuda_graphs=False."
+                f"cuda_graphs=True does not go with {name}={value!r} in this version: graphs keep what layers save in memory "
+                f"of their own. Leave out {name}, or set cuda_graphs=False."
             )
     return {"recomputed": Recompute.of(recompute), "offloads": offload, "graphs": graphs}
 

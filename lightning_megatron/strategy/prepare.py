@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_megatron.comm import broadcast
 from lightning_megatron.initialize import materialize
+from lightning_megatron.layers.graphs import graph_layers
 from lightning_megatron.layers.offload import ActivationOffload, offload
 from lightning_megatron.layers.recompute import Recompute, recompute
 from lightning_megatron.mesh import Mesh
@@ -38,6 +39,7 @@ class PreparedModule:
         seed: for first values of parameters.
         recomputed: which activations are computed again in the backward.
         offloads: whether what layers save waits on the host for the backward.
+        graphs: whether layers run as CUDA graphs.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class PreparedModule:
         seed: int,
         recomputed: Recompute | None = None,
         offloads: bool = False,
+        graphs: bool = False,
     ) -> None:
         self.module, self.mesh = module, mesh
         parallelism = mesh.parallelism
@@ -59,7 +62,7 @@ class PreparedModule:
         self.placement = Placement(parallelism.pp, parallelism.vpp, parallelism.placement)
         self.aliases: dict[str, str] = {}
         # While layers of all ranks are here, so that a name that fits none is found.
-        self._keep_activations(recomputed, offloads)
+        self._keep_activations(recomputed, offloads, graphs)
         self._model = require_pipeline_model(module, parallelism) if parallelism.pp > 1 else None
         self.parts = self._cut(self._model, parallelism)
         convert(module)
@@ -99,16 +102,19 @@ class PreparedModule:
         context: Callable[[], AbstractContextManager[None]],
         recomputed: Recompute | None = None,
         offloads: bool = False,
+        graphs: bool = False,
     ) -> None:
         """Run under another Trainer from now on, possibly in another precision."""
         convert(self.module)
-        self._keep_activations(recomputed, offloads, is_whole=self._model is None)
+        self._keep_activations(recomputed, offloads, graphs, is_whole=self._model is None)
         self.executor = self._new_executor(context)
 
-    def _keep_activations(self, recomputed: Recompute | None, offloads: bool, *, is_whole: bool = True) -> None:
+    def _keep_activations(self, recomputed: Recompute | None, offloads: bool, graphs: bool, *, is_whole: bool = True) -> None:
         recompute(self.module, recomputed, is_whole=is_whole)
         if offloads:
             offload(self.module, ActivationOffload(self.mesh.device), is_whole=is_whole)
+        if graphs:
+            graph_layers(self.module, self.mesh)
 
     def _new_executor(self, context: Callable[[], AbstractContextManager[None]]) -> PipelineExecutor:
         executor = PipelineExecutor(self.mesh, self.placement, parts=self.parts, context=context, model=self._model)

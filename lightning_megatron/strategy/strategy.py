@@ -47,7 +47,14 @@ from lightning_megatron.strategy.loaders import (
     with_position,
 )
 from lightning_megatron.strategy.num_batches import same_num_batches
-from lightning_megatron.strategy.options import check_fp8, check_num_microbatches, check_options, check_trainer, refuse_later
+from lightning_megatron.strategy.options import (
+    activation_options,
+    check_fp8,
+    check_num_microbatches,
+    check_options,
+    check_trainer,
+    refuse_later,
+)
 from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.strategy.report import print_layout
 from lightning_megatron.strategy.steps import SteppingStrategy
@@ -86,6 +93,7 @@ class MegatronStrategy(SteppingStrategy):
             of feed-forward blocks), a list of names (``norm``, ``mlp_act``, ``attention_core``, ``mlp``, ``layer``, patterns
             such as ``layers.*.mlp``), or ``Recompute("full", every=2)`` for every n-th layer. See docs/memory.md.
         offload_activations: what layers save for the backward waits in host memory.
+        cuda_graphs: layers of our models run as CUDA graphs, for models that the host holds up. See docs/performance.md.
         gc_interval_steps: optimizer steps between garbage collections, on all ranks at once; ``None`` leaves them to Python.
         optimizer: how gradients are laid out and reduced.
         checkpoint: how checkpoints are written and read: ``CheckpointConfig(async_save=True)`` writes beside the training.
@@ -125,6 +133,7 @@ class MegatronStrategy(SteppingStrategy):
         plan: dict[str, str] | None = None,
         recompute: str | list[str] | Recompute | None = None,
         offload_activations: bool = False,
+        cuda_graphs: bool = False,
         gc_interval_steps: int | None = 100,
         optimizer: DistributedOptimizerConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
@@ -135,7 +144,7 @@ class MegatronStrategy(SteppingStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self._take_model_options(backend, plan, recompute=recompute, offload_activations=offload_activations)
+        self._take_model_options(backend, plan)
         self._schedule = frozen(schedule)
         parallelism = Parallelism(
             tp=tp,
@@ -160,20 +169,12 @@ class MegatronStrategy(SteppingStrategy):
             start_method=start_method,
             timeout=timeout,
         )
+        self._activations = activation_options(parallelism, recompute, offload=offload_activations, graphs=cuda_graphs)
         self._take_batch_options(micro_batch_size, num_microbatches, shard_batch=shard_batch)
         self._take_training_options(optimizer, checkpoint, gc_interval_steps=gc_interval_steps)
 
-    def _take_model_options(
-        self,
-        backend: BackendName,
-        plan: dict[str, str] | None,
-        *,
-        recompute: str | list[str] | Recompute | None,
-        offload_activations: bool,
-    ) -> None:
-        """What layers are built of, and what they keep for the backward."""
+    def _take_model_options(self, backend: BackendName, plan: dict[str, str] | None) -> None:
         refuse_later(backend=backend, plan=plan)
-        self._activations: dict[str, Any] = {"recomputed": Recompute.of(recompute), "offloads": offload_activations}
         self._backend_name = backend
         self._backend: Backend | None = None
 

@@ -1,0 +1,180 @@
+"""CUDA graphs of layers on a GPU: the same bits as without, and what they are worth; one line a case.
+
+python tests/gpu/graphs.py                                   # one rank
+python tests/gpu/graphs.py --time                            # and how long a step of small models takes with them
+torchrun --no-python --nproc-per-node 2 bash tests/gpu/one_gpu_ranks.sh tests/gpu/graphs.py        # tp2, dp2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+with contextlib.suppress(ImportError, OSError):
+    import transformer_engine.pytorch  # noqa: F401  (it must come before torch loads its own cuDNN)
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.layers.graphs import graphs_of
+from lightning_megatron.layers.te_backend import why_unavailable
+from lightning_megatron.models import GPT, GPTConfig
+from lightning_megatron.precision import MegatronPrecision
+
+WORLD, LOCAL = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 1024, "max_seq_len": 512}
+LLAMA = GPTConfig(**SIZES, num_kv_heads=4, ffn_hidden_size=1024, init_std=0.05)
+GPT2 = GPTConfig(
+    **SIZES, init_std=0.05, position="learned", norm="layernorm", activation="gelu", bias=True, tied_embeddings=True
+)
+SMALL = GPTConfig(num_layers=24, hidden_size=512, num_heads=8, ffn_hidden_size=1408, vocab_size=8192, max_seq_len=512)
+BATCH, ACCUMULATE, STEPS = 4, 3, 4
+FAILED: list[str] = []
+
+
+def case(name: str, run: Callable[[], str]) -> None:
+    """Run one case and print its line; a failure does not stop the others."""
+    faulthandler.dump_traceback_later(100, exit=True)
+    try:
+        print(f"passed {name}: {run()}", flush=True)
+    except Exception:
+        FAILED.append(name)
+        print(f"FAILED {name}: {traceback.format_exc(limit=12)}", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+
+
+class Module(L.LightningModule):
+    """Logs nothing, keeps everything.
+
+    Args:
+        config: of the model.
+        short: the batch of each step whose sequences are shorter.
+    """
+
+    def __init__(self, config: GPTConfig, *, short: int | None = None) -> None:
+        super().__init__()
+        self.config, self.short = config, short
+        self.model: GPT | None = None
+        self.losses: list[Tensor] = []
+        self.seconds: list[float] = []
+        self._start = 0.0
+
+    def configure_model(self) -> None:
+        """Build it under the mesh."""
+        self.model = self.model or GPT(self.config)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        """Next-token loss."""
+        tokens = batch[0][:, :200] if self.short == batch_idx % ACCUMULATE else batch[0]
+        loss: Tensor = self.model(tokens[:, :-1], labels=tokens[:, 1:]).mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
+        """The same, without a gradient."""
+        tokens = batch[0]
+        self.losses.append(self.model(tokens[:, :-1], labels=tokens[:, 1:]).mean().detach())
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Start a clock."""
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Read it."""
+        torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self._start)
+
+
+def trained(config: GPTConfig, *, fp8: str | None = None, short: int | None = None, **layout: Any) -> tuple[Module, Any]:
+    """Four steps of three batches of two micro-batches, with validation between; the module and its weights."""
+    L.seed_everything(3, verbose=False)
+    strategy = MegatronStrategy(micro_batch_size=BATCH // 2, **layout)
+    trainer = L.Trainer(
+        strategy=strategy,
+        plugins=[MegatronPrecision("bf16-mixed", **({"fp8": fp8} if fp8 else {}))],
+        accelerator="gpu",
+        devices=1,
+        num_nodes=WORLD,
+        max_steps=STEPS,
+        accumulate_grad_batches=ACCUMULATE,
+        val_check_interval=2 * ACCUMULATE,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    drawn = torch.randint(1024, (BATCH * ACCUMULATE * STEPS * 2, 257), generator=torch.Generator().manual_seed(5))
+    module = Module(config, short=short)
+    loaders = [DataLoader(TensorDataset(rows), batch_size=BATCH) for rows in (drawn, drawn[:8])]
+    trainer.fit(module, *loaders)
+    return module, strategy.full_state_dict()
+
+
+def same_bits(config: GPTConfig, *, fraction: float = 0.5, **options: Any) -> str:
+    """Train with and without graphs."""
+    expected, weights = trained(config, **options)
+    module, found = trained(config, cuda_graphs=True, **options)
+    (graphs,) = graphs_of(module)
+    losses, others = torch.stack(module.losses), torch.stack(expected.losses)
+    worst = max(float((found[name].double() - value.double()).abs().max()) for name, value in weights.items())
+    assert torch.equal(losses, others), f"losses differ by {float((losses - others).abs().max())}, weights by {worst}"
+    assert worst == 0.0, f"weights differ by {worst}"
+    total = 2 * ACCUMULATE * STEPS
+    assert graphs.num_replayed >= fraction * total, f"{graphs.num_replayed} of {total} micro-batches were replayed"
+    return f"{graphs.num_replayed} of {total} micro-batches replayed, losses {losses[0]:.4f} to {losses[-1]:.4f}, same bits"
+
+
+def step_time(config: GPTConfig, **options: Any) -> str:
+    """Seconds of a batch with graphs and without."""
+    medians = []
+    for graphs in (False, True):
+        module, _ = trained(config, cuda_graphs=graphs, **options)
+        medians.append(statistics.median(module.seconds[ACCUMULATE * 2 :]))
+    return f"{medians[0] * 1e3:.2f} ms a batch, {medians[1] * 1e3:.2f} with graphs, ratio {medians[0] / medians[1]:.2f}"
+
+
+def one_rank() -> None:
+    """What one process can show."""
+    dropping = replace(LLAMA, hidden_dropout=0.1, attention_dropout=0.1)
+    backends = ["torch", *(["te"] if why_unavailable() is None else [])]
+    for backend in backends:
+        case(f"llama, {backend}", lambda: same_bits(LLAMA, backend=backend))
+    case("llama with dropout, torch", lambda: same_bits(dropping, backend="torch"))
+    case(
+        "gpt2 with dropout, torch", lambda: same_bits(replace(GPT2, hidden_dropout=0.1, attention_dropout=0.1), backend="torch")
+    )
+    if "te" in backends:
+        case("gpt2 with dropout, te", lambda: same_bits(replace(GPT2, hidden_dropout=0.1), backend="te"))
+    case("every third batch shorter", lambda: same_bits(dropping, backend="torch", short=2, fraction=0.3))
+    if "--time" in sys.argv:
+        case("time, 24 layers of 512", lambda: step_time(SMALL, backend="torch"))
+
+
+def ranks() -> None:
+    """Layouts of two ranks."""
+    case("dp2 with dropout", lambda: same_bits(replace(LLAMA, hidden_dropout=0.1), backend="torch"))
+    case("tp2+sp", lambda: same_bits(LLAMA, backend="torch", tp=2))
+
+
+if __name__ == "__main__":
+    one_rank() if WORLD == 1 else ranks()
+    sys.exit(len(FAILED))
