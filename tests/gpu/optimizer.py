@@ -79,6 +79,22 @@ def kernel_against_plain() -> int:
     return failed
 
 
+def nan_changes_nothing() -> int:
+    """A step whose factor is NaN leaves every tensor of a shard as it was."""
+    failed = 0
+    rates = torch.ones(2, device="cuda")
+    for kind, moments in product(("fp32", "copy", "remainder", "none"), MOMENTS):
+        held, before = tensors(100_003, kind, moments), tensors(100_003, kind, moments)
+        for scale in (torch.full((), 0.5, device="cuda"), torch.full((), float("nan"), device="cuda")):
+            for some in (held, before) if scale == 0.5 else (held,):
+                adam_(AdamShard(**some), AdamOptions(decoupled=True, **OPTIONS), scale=scale, rates=rates)
+        bits = [(held[name], value) for name, value in before.items() if value is not None]
+        same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in bits)
+        failed += not same
+        print(f"{'passed' if same else 'FAILED'} NaN changes nothing, {kind} {moments}")
+    return failed
+
+
 def remainders_are_exact() -> int:
     """50 steps on remainders and on fp32 copies."""
     failed = 0
@@ -137,6 +153,6 @@ def whole_steps() -> int:
 
 
 if __name__ == "__main__":
-    failures = kernel_against_plain() + remainders_are_exact() + norms() + whole_steps()
+    failures = kernel_against_plain() + nan_changes_nothing() + remainders_are_exact() + norms() + whole_steps()
     print(f"{failures} failed")
     sys.exit(failures > 0)
