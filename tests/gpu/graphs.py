@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.precision import MegatronPrecision
 
 WORLD, LOCAL = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 1024, "max_seq_len": 512}
+SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 1024, "max_seq_len": 1024}
 LLAMA = GPTConfig(**SIZES, num_kv_heads=4, ffn_hidden_size=1024, init_std=0.05)
 GPT2 = GPTConfig(
     **SIZES, init_std=0.05, position="learned", norm="layernorm", activation="gelu", bias=True, tied_embeddings=True
@@ -103,7 +104,9 @@ class Module(L.LightningModule):
         self.seconds.append(time.perf_counter() - self._start)
 
 
-def trained(config: GPTConfig, *, fp8: str | None = None, short: int | None = None, **layout: Any) -> tuple[Module, Any]:
+def trained(
+    config: GPTConfig, *, fp8: str | None = None, short: int | None = None, length: int = 256, **layout: Any
+) -> tuple[Module, Any]:
     """Four steps of three batches of two micro-batches, with validation between; the module and its weights."""
     L.seed_everything(3, verbose=False)
     strategy = MegatronStrategy(micro_batch_size=BATCH // 2, **layout)
@@ -122,7 +125,7 @@ def trained(config: GPTConfig, *, fp8: str | None = None, short: int | None = No
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    drawn = torch.randint(1024, (BATCH * ACCUMULATE * STEPS * 2, 257), generator=torch.Generator().manual_seed(5))
+    drawn = torch.randint(1024, (BATCH * ACCUMULATE * STEPS * 2, length + 1), generator=torch.Generator().manual_seed(5))
     module = Module(config, short=short)
     loaders = [DataLoader(TensorDataset(rows), batch_size=BATCH) for rows in (drawn, drawn[:8])]
     trainer.fit(module, *loaders)
@@ -130,17 +133,27 @@ def trained(config: GPTConfig, *, fp8: str | None = None, short: int | None = No
 
 
 def same_bits(config: GPTConfig, *, fraction: float = 0.5, **options: Any) -> str:
-    """Train with and without graphs."""
-    expected, weights = trained(config, **options)
-    module, found = trained(config, cuda_graphs=True, **options)
-    (graphs,) = graphs_of(module)
-    losses, others = torch.stack(module.losses), torch.stack(expected.losses)
-    worst = max(float((found[name].double() - value.double()).abs().max()) for name, value in weights.items())
-    assert torch.equal(losses, others), f"losses differ by {float((losses - others).abs().max())}, weights by {worst}"
-    assert worst == 0.0, f"weights differ by {worst}"
+    """Train with and without graphs; where two runs without differ, no more than these."""
+    expected = trained(config, **options)
+    found = trained(config, cuda_graphs=True, **options)
+    (graphs,) = graphs_of(found[0])
+    differ = differences(found, expected)
+    noise = differences(trained(config, **options), expected) if max(differ) > 0.0 else (0.0, 0.0)
     total = 2 * ACCUMULATE * STEPS
-    assert graphs.num_replayed >= fraction * total, f"{graphs.num_replayed} of {total} micro-batches were replayed"
-    return f"{graphs.num_replayed} of {total} micro-batches replayed, losses {losses[0]:.4f} to {losses[-1]:.4f}, same bits"
+    says = (
+        f"{graphs.num_replayed} of {total} micro-batches replayed, losses {found[0].losses[0]:.4f} to {found[0].losses[-1]:.4f}"
+    )
+    says += ", same bits" if max(differ) == 0.0 else f"; losses and weights differ by {differ}, without graphs by {noise}"
+    assert all(mine <= 4.0 * theirs for mine, theirs in zip(differ, noise, strict=True)), says
+    assert graphs.num_replayed >= fraction * total, says
+    return says
+
+
+def differences(one: tuple[Module, Any], other: tuple[Module, Any]) -> tuple[float, float]:
+    """Of losses, and of weights."""
+    losses = torch.stack(one[0].losses) - torch.stack(other[0].losses)
+    weights = [float((one[1][name].double() - value.double()).abs().max()) for name, value in other[1].items()]
+    return float(losses.abs().max()), max(weights)
 
 
 def step_time(config: GPTConfig, **options: Any) -> str:
@@ -157,13 +170,10 @@ def one_rank() -> None:
     dropping = replace(LLAMA, hidden_dropout=0.1, attention_dropout=0.1)
     backends = ["torch", *(["te"] if why_unavailable() is None else [])]
     for backend in backends:
-        case(f"llama, {backend}", lambda: same_bits(LLAMA, backend=backend))
-    case("llama with dropout, torch", lambda: same_bits(dropping, backend="torch"))
-    case(
-        "gpt2 with dropout, torch", lambda: same_bits(replace(GPT2, hidden_dropout=0.1, attention_dropout=0.1), backend="torch")
-    )
-    if "te" in backends:
-        case("gpt2 with dropout, te", lambda: same_bits(replace(GPT2, hidden_dropout=0.1), backend="te"))
+        case(f"llama, {backend}", partial(same_bits, LLAMA, backend=backend))
+        case(f"gpt2 with dropout, {backend}", partial(same_bits, replace(GPT2, hidden_dropout=0.1), backend=backend))
+        case(f"llama of 1024 tokens, {backend}", partial(same_bits, LLAMA, backend=backend, length=1024))
+    case("llama with dropout in attention too, torch", partial(same_bits, dropping, backend="torch"))
     case("every third batch shorter", lambda: same_bits(dropping, backend="torch", short=2, fraction=0.3))
     if "--time" in sys.argv:
         case("time, 24 layers of 512", lambda: step_time(SMALL, backend="torch"))
