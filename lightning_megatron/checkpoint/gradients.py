@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_megatron.checkpoint import storage
+from lightning_megatron.checkpoint import reading, storage
 from lightning_megatron.checkpoint.files import read_index
 from lightning_megatron.checkpoint.ranks import Ranks
 from lightning_megatron.mesh import Mesh
@@ -66,7 +66,7 @@ def sum_of_own(path: Path, key: str) -> Tensor:
     """The sum of what all ranks have saved as their own under ``key``."""
     index = read_index(path)
     names = [name for name in index.state_dict_metadata if str(name).startswith("rank.") and str(name).endswith(f".{key}")]
-    return torch.stack([storage.read_part(path, index, str(name)) for name in names]).sum(0)
+    return torch.stack([reading.read_part(path, index, str(name)) for name in names]).sum(0)
 
 
 class _Shares:
@@ -93,9 +93,7 @@ class _Shares:
             ValueError: a part is not what was written.
         """
         keys = {key for shares in self._by_name.values() for _, key in shares}
-        data = self._index.storage_data or {}
-        places = [(at.fqn, info.relative_path, info.offset, info.length) for at, info in data.items() if at.fqn in keys]
-        if problems := storage.changed_parts(self._path, places):
+        if problems := reading.changed_parts(self._path, storage.places_of(self._index, keys)):
             raise ValueError("The checkpoint is damaged:\n  " + "\n  ".join(problems[:8]))
 
     def add_to(self, part: Tensor, box: Box, name: str) -> None:
@@ -105,7 +103,7 @@ class _Shares:
             assert isinstance(saved, TensorStorageMetadata)
             size = saved.size
             if (shared := _shared(box, offset, tuple(size))) is not None:
-                share = storage.read_part(self._path, self._index, key)
+                share = reading.read_part(self._path, self._index, key)
                 part[shared[0]] += share[shared[1]].to(part.device)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from lightning_megatron.checkpoint import files, storage
+from lightning_megatron.checkpoint import files, reading, storage
 from lightning_megatron.checkpoint.optimizer_state import num_optimizers
 from lightning_megatron.checkpoint.state import nested
 
@@ -95,26 +95,19 @@ def verify(path: Path) -> list[str]:
     files.check(path)
     index = files.read_index(path)
     problems = []
-    if not storage.read_sums(path):
+    if storage.read_sums(path) is None:
         problems.append(f"{files.SUMS_FILE} is missing: the bytes cannot be compared with those that were written")
     for key, saved in index.state_dict_metadata.items():
         if isinstance(saved, TensorStorageMetadata):
             held = sum(chunk.sizes.numel() for chunk in saved.chunks)
             if held != saved.size.numel():
                 problems.append(f"{key}: its parts hold {held} of {saved.size.numel()} elements of {tuple(saved.size)}")
-    data = index.storage_data or {}
-    for name in sorted({info.relative_path for info in data.values()}):
-        end = max(info.offset + info.length for info in data.values() if info.relative_path == name)
-        file = path / name
-        if not file.is_file():
-            problems.append(f"{name}: this data file is missing")
-        elif file.stat().st_size != end:
-            problems.append(f"{name}: this data file has {file.stat().st_size} bytes where {end} were written")
+    places = storage.places_of(index)
+    problems += reading.short_files(path, places, exactly=True)
     if problems:
         return problems
-    places = [(at.fqn, info.relative_path, info.offset, info.length) for at, info in data.items()]
-    places += [(name, name, 0, (path / name).stat().st_size) for name in (files.INDEX_FILE, files.META_FILE)]
-    return storage.changed_parts(path, places) or _unlike(path, index)
+    places += [storage.Place(name, name, 0, (path / name).stat().st_size) for name in storage.SMALL_FILES]
+    return reading.changed_parts(path, places) or _unlike(path, index)
 
 
 def _unlike(path: Path, index: Metadata) -> list[str]:
@@ -138,7 +131,7 @@ def _parts(path: Path, index: Metadata, key: str) -> Iterator[tuple[MetadataInde
             with open(path / info.relative_path, "rb") as stream:
                 stream.seek(info.offset)
                 content = io.BytesIO(stream.read(info.length))
-            yield at, content if value else storage.load_tensor(content)
+            yield at, content if value else reading.load_tensor(content)
 
 
 def consolidate(path: Path, file: Path, *, with_optimizer: bool = False) -> int:

@@ -26,9 +26,10 @@ from lightning_megatron.checkpoint.optimizer_state import (
 )
 from lightning_megatron.checkpoint.planner import StrictLoadPlanner
 from lightning_megatron.checkpoint.ranks import Ranks, readable
+from lightning_megatron.checkpoint.reading import ChunkReader, changed_parts
 from lightning_megatron.checkpoint.saving import BackgroundSaver, plan_save
 from lightning_megatron.checkpoint.state import EXTRA_STATE, ModelTarget, model_state, placeholder
-from lightning_megatron.checkpoint.storage import ChunkReader
+from lightning_megatron.checkpoint.storage import SMALL_FILES, Place, Sums, read_sums
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer
 
@@ -145,13 +146,14 @@ def load(
         RuntimeError: a rank could not read.
     """
     ranks = Ranks(process_group)
-    index, meta = ranks.together(lambda: _small_files(Path(path), weights_only))
+    index, meta, sums = ranks.together(lambda: _small_files(Path(path), weights_only, verify=verify))
     restored = load_optimizer and len(optimizers) > 0 and num_optimizers(index) > 0
     targets = ranks.together(lambda: _targets(module, optimizers if restored else (), index))
     tensors = {key: tensor for target in targets for key, tensor in target.tensors.items()}
     own = _own_targets(index, ranks.rank)
     tensors.update(own)
-    _read(tensors, ChunkReader(Path(path), index, verify=verify), strict=strict, cast=cast, ranks=ranks)
+    reader = ChunkReader(Path(path), index, sums, verify=verify, device=mesh.device if mesh.device.type == "cuda" else None)
+    _read(tensors, reader, strict=strict, cast=cast, ranks=ranks)
     for target in targets:
         target.finish(tensors)
     return Loaded(meta, restored, {key.split(".", 2)[2]: tensor for key, tensor in own.items()})
@@ -182,9 +184,13 @@ def _own_targets(index: Metadata, rank: int) -> dict[str, Tensor]:
     return {key: tensor for key, tensor in found.items() if tensor is not None}
 
 
-def _small_files(path: Path, weights_only: bool | None) -> tuple[Metadata, dict[str, Any]]:
+def _small_files(path: Path, weights_only: bool | None, *, verify: bool) -> tuple[Metadata, dict[str, Any], Sums | None]:
     files.check(path)
-    return files.read_index(path), files.read_pickled(path / files.META_FILE, weights_only)
+    sums = read_sums(path)
+    for name in SMALL_FILES if verify and sums is not None else ():
+        if changed_parts(path, [Place(name, name, 0, (path / name).stat().st_size)]):
+            raise ValueError(f"{path / name} is damaged: its bytes are not those that were written.")
+    return files.read_index(path), files.read_pickled(path / files.META_FILE, weights_only), sums
 
 
 def _targets(

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from lightning_megatron.checkpoint import files, storage
+from lightning_megatron.checkpoint import files, storage, writing
 from lightning_megatron.checkpoint.planner import StrictSavePlanner
 from lightning_megatron.checkpoint.ranks import Ranks
-from lightning_megatron.checkpoint.storage import Resolve
+from lightning_megatron.checkpoint.writing import Resolve
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PlannedSave:
         """
         folder = ranks.on_first(lambda: files.prepare(self.path))
         name = storage.data_file(ranks.rank)
-        written = ranks.together(lambda: storage.write_data(folder, name, self.items, self.resolve))
+        written = ranks.together(lambda: writing.write_data(folder, name, self.items, self.resolve))
         everything = ranks.gather_to_first(written)
 
         def finish() -> None:

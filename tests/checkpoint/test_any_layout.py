@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint import load, save, storage
+from lightning_megatron.checkpoint import blocks, load, save
 from lightning_megatron.checkpoint.files import read_index
 from lightning_megatron.sharding import sharding_of
 from lightning_megatron.testing import run_distributed
@@ -90,29 +91,27 @@ def test_each_element_is_written_once(make: Any, tmp_path: Path, source: str) ->
         assert sum(chunk.sizes.numel() for chunk in saved.chunks) == saved.size.numel()
 
 
-def test_each_saved_part_is_read_once(make: Any, tmp_path: Path) -> None:
+def test_each_wanted_byte_is_read_once(make: Any, tmp_path: Path) -> None:
     write(make, {}, tmp_path / "a.ckpt", torch.float32)
 
-    def count() -> tuple[list[int], int]:
-        reads, pieces, read_chunk = [], [], storage.read_chunk
-        serve = storage.ChunkReader._serve
+    def count() -> tuple[list[tuple[int, int]], int]:
+        reads: list[tuple[int, int]] = []
+        fill = blocks.BlockReader._fill
 
-        def read(stream: Any, offset: int, length: int, **options: Any) -> Tensor:
-            reads.append(offset)
-            return read_chunk(stream, offset, length, **options)
+        def counted(self: Any, descriptor: int, one: Any, target: Any) -> None:
+            reads.append((one.offset, one.offset + one.num_bytes))
+            fill(self, descriptor, one, target)
 
-        def counted(self: Any, stream: Any, index: Any, items: Any, planner: Any) -> None:
-            pieces.extend(items)
-            serve(self, stream, index, items, planner)
-
-        storage.read_chunk, storage.ChunkReader._serve = read, counted  # type: ignore[method-assign]
+        blocks.BlockReader._fill = counted  # type: ignore[method-assign]
         job = make()
         load(tmp_path / "a.ckpt", module=job.module, optimizers=[job.optimizer], mesh=job.mesh)
-        return reads, len(pieces)
+        states = (value for state in job.optimizer.optimizer.state.values() for value in state.values())
+        return sorted(reads), sum(value.numel() * value.element_size() for value in states if value.dim())
 
-    counts = run_distributed(count, 3)
-    assert all(len(reads) == len(set(reads)) for reads, _ in counts)  # offsets in the one file that was written
-    assert sum(pieces for _, pieces in counts) > sum(len(reads) for reads, _ in counts)
+    for reads, num_state_bytes in run_distributed(count, 3):
+        assert all(before[1] <= after[0] for before, after in pairwise(reads))  # in the one file that was written
+        parameters = sum(4 * full.numel() for full in make({}).module.state_dict().values())
+        assert num_state_bytes < sum(stop - start for start, stop in reads) < num_state_bytes + 1.5 * parameters
 
 
 def test_a_checkpoint_without_optimizer_restores_parameters_and_says_so(make: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 from torch import nn
 
-from lightning_megatron.checkpoint import files, is_checkpoint, load, load_state_file, remove, save, storage
+from lightning_megatron.checkpoint import files, is_checkpoint, load, load_state_file, remove, save, writing
 from lightning_megatron.sharding import replicated, set_sharding
 from lightning_megatron.testing import run_distributed
 
@@ -28,13 +28,13 @@ def loaded(job: Any, path: Path, **options: Any) -> Any:
     return load(path, module=job.module, optimizers=[job.optimizer], mesh=job.mesh, **options)
 
 
-def failing_item(stream: Any, name: str, item: Any, resolve: Any) -> Any:
-    if name.startswith("__1_") and stream.tell() > 0:
+def failing_item(writer: Any, name: str, item: Any, resolve: Any) -> Any:
+    if name.startswith("__1_") and writer.position > 0:
         raise OSError(28, "No space left on device")
-    return _write_item(stream, name, item, resolve)
+    return _write_item(writer, name, item, resolve)
 
 
-_write_item = storage.write_item
+_write_item = writing.write_item
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_checkpoint(make: Any, tmp_path: Path) -> None:
@@ -42,10 +42,10 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_checkpoin
 
     def attempt() -> tuple[str, list[str], int]:
         job = written(make, path)
-        storage.write_item = failing_item
+        writing.write_item = failing_item
         with pytest.raises(RuntimeError) as error:
             save(path, module=job.module, optimizers=[job.optimizer], mesh=job.mesh, meta={"version": 2})
-        storage.write_item = _write_item
+        writing.write_item = _write_item
         old = loaded(job, path).meta["version"]
         wrong = job.wrong()
         save(path, module=job.module, optimizers=[job.optimizer], mesh=job.mesh, meta={"version": 3})

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import DistributedOptimizerConfig, MegatronPrecision, MegatronStrategy
-from lightning_megatron.checkpoint import CheckpointConfig, is_checkpoint, storage
+from lightning_megatron.checkpoint import CheckpointConfig, is_checkpoint, writing
+from lightning_megatron.checkpoint.files import read_index
 from lightning_megatron.strategy import checkpointing
 from lightning_megatron.testing import run_distributed
 
@@ -93,7 +94,7 @@ def test_a_checkpoint_of_weights_alone_is_small_and_can_be_evaluated_and_started
         first = trainer(tmp_path, saving)
         first.fit(Tiny(), loader())
         path = Path(saving.best_model_path)
-        index = storage.FileSystemReader(path).read_metadata()
+        index = read_index(path)
         other = Tiny()
         again = trainer(tmp_path, enable_checkpointing=False)
         with pytest.raises(KeyError, match="contains only the model"):  # Lightning's own message
@@ -182,14 +183,14 @@ def test_a_slurm_job_is_saved_between_batches_requeued_and_goes_on_by_itself(
 
 def test_what_fails_in_the_background_is_raised_at_a_step_and_nothing_older_is_removed(tmp_path: Path) -> None:
     def run() -> list[str]:
-        write = storage.write_item
+        write = writing.write_item
 
         def failing(stream: Any, name: str, item: Any, resolve: Any) -> Any:
             if first.global_step >= 3 and name.startswith("__1_"):
                 raise OSError(28, "No space left on device")
             return write(stream, name, item, resolve)
 
-        storage.write_item = failing
+        writing.write_item = failing
         saving = ModelCheckpoint(tmp_path, save_top_k=1, every_n_train_steps=1)
         first = trainer(tmp_path, saving, strategy={"checkpoint": CheckpointConfig(async_save=True)}, max_steps=8)
         with pytest.raises(RuntimeError, match=r"could not be saved in the background: rank 1: OSError.*No space left"):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_megatron.testing
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.checkpoint import CheckpointConfig, files, is_checkpoint, storage
+from lightning_megatron.checkpoint import CheckpointConfig, files, is_checkpoint, writing
 from lightning_megatron.testing import run_distributed
 
 STEPS, RANKS = 5, 2
@@ -46,7 +46,7 @@ class Moments:
         self.folder, self.at, self.everyone = str(folder), at if victim == _rank() else -1, everyone
         self.count = 0
         sys.addaudithook(self._audit)
-        for module, name in ((storage, "write_item"), (files, "_exchange"), (files, "sync_directory")):
+        for module, name in ((writing, "write_item"), (files, "_exchange"), (files, "sync_directory")):
             setattr(module, name, self._wrapped(getattr(module, name)))
 
     def _audit(self, event: str, arguments: Any) -> None:

@@ -1,0 +1,150 @@
+"""Reads what a checkpoint's data files hold, straight to where it belongs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future as Reading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from lightning_megatron.checkpoint.blocks import BlockReader, Transfer, transfers
+from lightning_megatron.checkpoint.storage import Place, Sums, read_sums
+
+
+class ChunkReader(FileSystemReader):
+    """Reads each wanted element once, on several threads, in the order in which they lie in the files.
+
+    Args:
+        path: the checkpoint's directory.
+        metadata: its metadata, read beforehand.
+        sums: its checksums, likewise; ``None`` if it has none.
+        verify: compare checksums before anything is loaded, where the checkpoint has them.
+        device: the GPU that targets are on, if they are.
+    """
+
+    def __init__(
+        self, path: Path, metadata: Metadata, sums: Sums | None, *, verify: bool = True, device: torch.device | None = None
+    ) -> None:
+        super().__init__(path)
+        self._folder, self._metadata, self._sums = path, metadata, sums
+        self._verify, self._device = verify, device
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata that was given."""
+        return self._metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Report files that are missing, cut short or changed before anything is loaded."""
+        parts = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        places = [Place(at.fqn, info.relative_path, info.offset, info.length) for at, info in parts.items()]
+        problems = short_files(self._folder, places)
+        if self._verify and self._sums is not None and not problems:
+            with BlockReader(self._folder) as reader:
+                problems = reader.changed(places, self._sums)
+        return replace(plan, planner_data=(*(plan.planner_data or ()), *problems))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the targets."""
+        in_order = sorted(plan.items, key=self._position)
+        with BlockReader(self._folder, self._device) as reader:
+            wanted: list[Transfer] = []
+            for item in in_order:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(_bytes_of(self._folder, self.storage_data[item.storage_index])))
+                else:
+                    wanted += self._transfers(item, planner.resolve_tensor(item).detach())
+            _finish(reader.start(wanted))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _position(self, item: ReadItem) -> tuple[str, int]:
+        info = self.storage_data[item.storage_index]
+        return info.relative_path, info.offset
+
+    def _transfers(self, item: ReadItem, target: Tensor) -> Iterator[Transfer]:
+        """How to read one item; what does not lie in the file as it does in memory is read at once."""
+        info, saved = self.storage_data[item.storage_index], self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(saved, TensorStorageMetadata)
+        begin = None if self._sums is None else self._sums.elements.get((info.relative_path, info.offset))
+        if begin is None:
+            part = load_tensor(io.BytesIO(_bytes_of(self._folder, info)))
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = part.narrow(dim, start, length)
+            target.copy_(part)
+            return
+        sizes = _chunk_sizes(saved, item.storage_index)
+        offsets, dtype = item.storage_offsets, saved.properties.dtype
+        yield from transfers(info.relative_path, begin, dtype, sizes=sizes, offsets=offsets, target=target)
+
+
+def _chunk_sizes(saved: TensorStorageMetadata, index: MetadataIndex) -> torch.Size:
+    """Of the saved part that begins at the index's offset."""
+    if index.index is not None and saved.chunks[index.index].offsets == index.offset:
+        return saved.chunks[index.index].sizes
+    return next(chunk.sizes for chunk in saved.chunks if index.offset is None or chunk.offsets == index.offset)
+
+
+def _finish(reads: Iterable[Reading[None]]) -> None:
+    for one in reads:
+        one.result()
+
+
+def short_files(folder: Path, places: Sequence[Place], *, exactly: bool = False) -> list[str]:
+    """Files that are missing or end too early, a line each.
+
+    Args:
+        folder: where they are.
+        places: what is wanted of them.
+        exactly: also name files that are longer than what is wanted.
+    """
+    ends: dict[str, int] = {}
+    for place in places:
+        ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
+    problems = []
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        if not file.is_file():
+            problems.append(f"{name}: this data file is missing from {folder}")
+        elif (size := file.stat().st_size) < end or (exactly and size != end):
+            problems.append(f"{name}: this data file has {size} bytes where {end} were written")
+    return problems
+
+
+def changed_parts(folder: Path, places: Sequence[Place]) -> list[str]:
+    """What is wrong with the bytes of some places, by the checkpoint's checksums, if it has any. Reads all of them."""
+    sums = read_sums(folder)
+    if sums is None:
+        return []
+    with BlockReader(folder) as reader:
+        return reader.changed(places, sums)
+
+
+def _bytes_of(folder: Path, info: Any) -> bytes:
+    with open(folder / info.relative_path, "rb") as stream:
+        stream.seek(info.offset)
+        return stream.read(info.length)
+
+
+def read_part(folder: Path, index: Metadata, key: str) -> Tensor:
+    """A tensor that was saved whole by one rank, on the CPU."""
+    info = next(info for at, info in (index.storage_data or {}).items() if at.fqn == key)
+    return load_tensor(io.BytesIO(_bytes_of(folder, info)))
+
+
+def load_tensor(source: io.BytesIO) -> Tensor:
+    """The saved part in a stream, on the CPU."""
+    tensor: Tensor = torch.load(source, map_location="cpu", weights_only=True)
+    return tensor
+
+
+__all__ = ["ChunkReader", "changed_parts", "load_tensor", "read_part", "short_files"]
