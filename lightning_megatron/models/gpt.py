@@ -25,9 +25,10 @@ from lightning_megatron.layers.sequence import SequenceContext, sequence_axis
 from lightning_megatron.layers.transformer import TransformerLayer
 from lightning_megatron.mesh import Mesh, current_mesh, inside_strategy
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.optim.guard import ForwardWait
 from lightning_megatron.pipeline.model import PipelineModel
 from lightning_megatron.sharding import Init
-from lightning_megatron.tensor_parallel.chunked_loss import chunked_cross_entropy
+from lightning_megatron.tensor_parallel.chunked_loss import head_cross_entropy
 from lightning_megatron.tensor_parallel.cross_entropy import gather_logits, vocab_parallel_cross_entropy
 from lightning_megatron.tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_logits
 
@@ -180,10 +181,10 @@ class GPT(PipelineModel):
         padded = F.pad(labels, (0, context.padded_len - context.seq_len), value=IGNORE_INDEX)
         options: dict[str, Any] = {"label_smoothing": config.label_smoothing, "z_loss": config.z_loss}
         options |= {"vocab_size": config.vocab_size, "ignore_index": IGNORE_INDEX}
-        if config.loss_chunks > 1:
+        if self.head is None or config.loss_chunks > 1 or _is_plain(self.head):
             weight = self.embedding.weight if self.head is None else self.head.weight
             options |= {"mesh": self._mesh, "num_chunks": config.loss_chunks}
-            losses = chunked_cross_entropy(hidden, weight, padded.t(), **options)
+            losses = head_cross_entropy(hidden, weight, padded.t(), **options)
         else:
             losses = vocab_parallel_cross_entropy(self._logits(hidden), padded.t(), tp=tp, reuse_logits=True, **options)
         return losses.t()[:, : context.seq_len]
@@ -193,6 +194,13 @@ class GPT(PipelineModel):
             return vocab_logits(hidden, self.embedding.weight, self._mesh)
         logits: Tensor = self.head(hidden)
         return logits
+
+
+def _is_plain(head: nn.Module) -> bool:
+    """Whether a head is a product with its weight and nothing else: nobody has changed it, nor wants to see its logits."""
+    hooks = [head._forward_hooks, head._backward_hooks, head._backward_pre_hooks]
+    seen = any(hooks) or any(not isinstance(hook, ForwardWait) for hook in head._forward_pre_hooks.values())
+    return type(head) is VocabParallelHead and "forward" not in vars(head) and not seen
 
 
 def shift_labels(tokens: Tensor, ignore_index: int = IGNORE_INDEX, *, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -123,7 +123,8 @@ class SplitBackward:
         roots: edges of the forward's results (of its loss), with their gradients.
         inputs: leaves that the stage received: their ``grad`` is set by the first part.
         widest: elements in the gradient of a product's output beyond which its weights do not wait, because keeping that
-            (logits over a large vocabulary) would cost too much memory. ``None``: no limit.
+            (logits over a large vocabulary) would cost too much memory. A Function that keeps it in another form says of how
+            many elements (``ctx.num_kept``). ``None``: no limit.
     """
 
     def __init__(
@@ -223,7 +224,8 @@ class SplitBackward:
         return {node: some for node, some in late.items() if some and _is_worth_it(node, some)}
 
     def _may_wait(self, node: Node) -> bool:
-        if self._widest is not None and any(prod(meta.shape) > self._widest for meta in node._input_metadata):
+        kept = [*(prod(meta.shape) for meta in node._input_metadata), getattr(node, "num_kept", 0)]
+        if self._widest is not None and max(kept) > self._widest:
             return False
         return weight_input_of(node) is not None or _is_kind(type(node), _PRODUCTS)
 

@@ -1,9 +1,18 @@
-"""Head and cross entropy a chunk of tokens at a time: logits of all tokens are never held.
+"""Head and cross entropy together: on all tokens at once, or a chunk of them at a time.
+
+Note [Gradient first]
+Logits are the largest tensor of a model, and each pass over them counts. The gradient of a token's loss in its logits is
+known as soon as its log-sum-exp is, so the forward writes it over the logits while it has them. What comes to the losses in
+the backward, ``g`` ``[N]``, is one factor a token; with the kept gradients ``D`` ``[N, V]``, hidden states ``x`` and the
+weight ``W`` the products of the head are ``g * (D W)`` and ``D^T (g * x)``: ``g`` meets ``[N, H]`` only. ``D`` is rounded
+where the logits' gradient would be; ``g`` rounds once more in 16 bits, unless it is a power of two or next to one, as with a
+mean over tokens that is summed by their number. fp16 has no room for probabilities without the loss scale in them, so there
+the gradient waits for ``g``.
 
 Note [Logits twice]
-The forward makes the logits of a chunk, takes what the losses need and forgets them; the backward makes them again, turns
-them into their gradient in place and uses it up before the next chunk. That costs one more product of the head, a third of
-what the head costs otherwise, and saves all but ``1 / num_chunks`` of the largest tensor of the model.
+With chunks the forward makes the logits of a chunk, takes what the losses need and forgets them; the backward makes them
+again, turns them into their gradient in place and uses it up before the next chunk. That costs one more product of the head,
+a third of what the head costs otherwise, and saves all but ``1 / num_chunks`` of the largest tensor of the model.
 """
 
 from __future__ import annotations
@@ -17,28 +26,47 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron.comm import all_gather, all_reduce, reduce_scatter
+from lightning_megatron.kernels import runs_on
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.tensor_parallel.cross_entropy import RowStats, Terms, check_loss, gradient_of, losses_of
-from lightning_megatron.tensor_parallel.linear import add_weight_gradient, outside_autocast
-from lightning_megatron.weight_gradients import added_to_sum
+from lightning_megatron.tensor_parallel.cross_entropy import (
+    RowStats,
+    Terms,
+    check_loss,
+    gradient_of,
+    losses_of,
+    losses_with_gradient,
+    vocab_parallel_cross_entropy,
+)
+from lightning_megatron.tensor_parallel.embedding import vocab_logits
+from lightning_megatron.tensor_parallel.linear import (
+    _Pending,
+    _start_all_gather,
+    _start_all_reduce,
+    _start_reduce_scatter,
+    _weight_gradient,
+    add_weight_gradient,
+    outside_autocast,
+    put_weight_gradient,
+)
+from lightning_megatron.weight_gradients import added_to_sum, now_or_later, waits
 
 
-def chunked_cross_entropy(
+def head_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
     mesh: Mesh,
     vocab_size: int,
-    num_chunks: int,
+    num_chunks: int = 1,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int = -100,
 ) -> Tensor:
-    """The losses of ``vocab_parallel_cross_entropy(vocab_logits(hidden, weight, mesh), labels, ...)``, by chunks of tokens.
+    """The losses of ``vocab_parallel_cross_entropy(vocab_logits(hidden, weight, mesh), labels, ...)``, in fewer passes.
 
-    Exact; see Note [Logits twice]. ``[S/tp, B, H], [V_padded/tp, H], [S, B] -> [S, B]`` under sequence parallelism, else
-    hidden is ``[S, B, H]``.
+    Exact; see Note [Gradient first], and for chunks Note [Logits twice]. ``[S/tp, B, H], [V_padded/tp, H], [S, B] -> [S, B]``
+    under sequence parallelism, else hidden is ``[S, B, H]``. Without gradients nothing is kept. Autocast changes nothing.
 
     Args:
         hidden: input of the head.
@@ -46,7 +74,7 @@ def chunked_cross_entropy(
         labels: global token ids, ``ignore_index`` where a token does not count.
         mesh: the running mesh.
         vocab_size: real vocabulary V.
-        num_chunks: how many; the last may be shorter.
+        num_chunks: of tokens, in each of which logits are held; the last may be shorter.
         label_smoothing: see ``vocab_parallel_cross_entropy``, as the rest.
         z_loss: likewise.
         ignore_index: likewise.
@@ -58,8 +86,86 @@ def chunked_cross_entropy(
     terms = Terms(mesh.tp, vocab_size, label_smoothing, z_loss, reuse_logits=True)
     rows = hidden.shape[0] * (mesh.tp.size if mesh.sequence_parallel else 1)
     valid = check_loss((rows, hidden.shape[1], weight.shape[0]), labels, terms, ignore_index=ignore_index)
-    result: Tensor = _ChunkedLoss.apply(hidden, weight, labels, valid, terms, mesh, num_chunks)  # type: ignore[no-untyped-call]
+    has_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if num_chunks > 1 or not has_gradient:
+        result: Tensor = _ChunkedLoss.apply(hidden, weight, labels, valid, terms, mesh, num_chunks)  # type: ignore[no-untyped-call]
+    elif hidden.dtype == torch.float16:
+        result = vocab_parallel_cross_entropy(
+            *(vocab_logits(hidden, weight, mesh), labels),
+            tp=mesh.tp,
+            vocab_size=vocab_size,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            ignore_index=ignore_index,
+            reuse_logits=True,
+        )
+    else:
+        result = _HeadLoss.apply(hidden, weight, labels, valid, terms, mesh, ignore_index)  # type: ignore[no-untyped-call]
     return result
+
+
+class _HeadLoss(torch.autograd.Function):
+    """See Note [Gradient first]."""
+
+    weight_input = 1
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, valid: Tensor, terms: Terms, mesh: Mesh, ignore_index: int
+    ) -> Tensor:
+        with outside_autocast(hidden):
+            full = all_gather(hidden, mesh.tp) if mesh.sequence_parallel else hidden
+            slopes = F.linear(full.reshape(-1, full.shape[-1]), weight)
+        losses = losses_with_gradient(slopes, labels.reshape(-1), valid.reshape(-1), terms, ignore_index=ignore_index)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(slopes, hidden if needs_weight else None, weight if needs_hidden else None)
+        ctx.mesh, ctx.shape, ctx.num_kept = mesh, full.shape, slopes.numel()
+        return losses.view(labels.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        slopes, hidden, weight = ctx.saved_tensors
+        factors, axis, is_cut = grad_losses.reshape(-1).contiguous(), ctx.mesh.tp, ctx.mesh.sequence_parallel
+        shape = ctx.shape  # what waits must not hold ``ctx``, which holds it
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        reducing = grad_weight = None
+
+        def gather() -> _Pending:
+            return _start_all_gather(hidden, axis) if is_cut else _Pending(hidden)
+
+        with outside_autocast(slopes):
+            gathering = gather() if needs_weight and not waits(ctx) else None
+            if needs_hidden:
+                product = slopes @ weight
+                grad_hidden = _scaled(product, factors, out=product).view(shape)
+            full = None if gathering is None else gathering.wait()
+            if needs_hidden:
+                reducing = (_start_reduce_scatter if is_cut else _start_all_reduce)(grad_hidden, axis)
+            if needs_weight:
+
+                def rows() -> Tensor:
+                    whole = (gather().wait() if full is None else full).reshape(-1, shape[-1])
+                    return _scaled(whole, factors)
+
+                grad_weight = now_or_later(
+                    ctx,
+                    lambda: _weight_gradient(slopes, rows()),
+                    add=lambda total: add_weight_gradient(total, slopes, rows()),
+                    put=lambda total: put_weight_gradient(total, slopes, rows()),
+                )
+            return (None if reducing is None else reducing.wait()), grad_weight, None, None, None, None, None
+
+
+def _scaled(rows: Tensor, factors: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``rows * factors[:, None]``, rounded once: ``[N, H], [N] -> [N, H]``. ``out`` may be ``rows`` itself."""
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format) if out is None else out
+    if runs_on(rows):
+        from lightning_megatron.kernels.cross_entropy import scale_rows
+
+        scale_rows(rows.contiguous(), factors, out=out)
+        return out
+    return torch.mul(rows, factors.unsqueeze(-1), out=out)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -67,11 +173,12 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, valid: Tensor, terms: Terms, mesh: Mesh, num_chunks: int
     ) -> Tensor:
-        full = all_gather(hidden, mesh.tp) if mesh.sequence_parallel else hidden
-        rows = full.reshape(-1, full.shape[-1])
-        size = max(1, -(-rows.shape[0] // num_chunks))
-        parts = zip(*(torch.split(given, size) for given in (rows, labels.reshape(-1), valid.reshape(-1))), strict=True)
-        pairs = [losses_of(F.linear(some, weight), label, count, terms) for some, label, count in parts]
+        with outside_autocast(hidden):
+            full = all_gather(hidden, mesh.tp) if mesh.sequence_parallel else hidden
+            rows = full.reshape(-1, full.shape[-1])
+            size = max(1, -(-rows.shape[0] // num_chunks))
+            parts = zip(*(torch.split(given, size) for given in (rows, labels.reshape(-1), valid.reshape(-1))), strict=True)
+            pairs = [losses_of(F.linear(some, weight), label, count, terms) for some, label, count in parts]
         losses, stats = zip(*pairs, strict=True)
         ctx.terms, ctx.mesh, ctx.size = terms, mesh, size
         ctx.save_for_backward(hidden, weight, *(torch.cat(field) for field in zip(*stats, strict=True)))

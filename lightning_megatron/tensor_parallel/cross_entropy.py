@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +45,8 @@ def vocab_parallel_cross_entropy(
         label_smoothing: in [0, 1].
         z_loss: weight of the squared log-sum-exp.
         ignore_index: the label of tokens that do not count.
-        reuse_logits: let the backward write the gradient over the logits, where there is a kernel for it, which saves memory
-            of their size. Whoever else has kept them for a backward of their own gets torch's error about it.
+        reuse_logits: let the backward write the gradient over the logits, which saves memory of their size. Whoever else has
+            kept them for a backward of their own gets torch's error about it.
 
     Raises:
         ValueError: shapes that do not match, fewer columns than V, or ``label_smoothing`` out of range.
@@ -147,6 +147,24 @@ def losses_of(flat: Tensor, labels: Tensor, valid: Tensor, terms: Terms) -> tupl
     return losses.masked_fill_(~valid, 0.0), RowStats(target, mine, valid, lse)
 
 
+def losses_with_gradient(flat: Tensor, labels: Tensor, valid: Tensor, terms: Terms, *, ignore_index: int) -> Tensor:
+    """Losses of rows of logits ``[N, V_padded/tp]``, which become the gradient of each row's own loss. Collective."""
+    if terms.tp.size == 1 and runs_on(flat):
+        from lightning_megatron.kernels.cross_entropy import losses_with_gradient as compute
+
+        return compute(
+            flat,
+            labels,
+            num_real=terms.num_real(flat.shape[-1]),
+            ignore_index=ignore_index,
+            label_smoothing=terms.label_smoothing,
+            z_loss=terms.z_loss,
+        )
+    losses, rows = losses_of(flat, labels, valid, terms)
+    gradient_of(flat, torch.ones_like(losses), rows, replace(terms, reuse_logits=True))
+    return losses
+
+
 def gradient_of(flat: Tensor, grad_losses: Tensor, rows: RowStats, terms: Terms) -> Tensor:
     """The gradient of rows of logits ``[N, V_padded/tp]`` by that of their losses ``[N]``; see ``Terms.reuse_logits``."""
     smoothing, num_real = terms.label_smoothing, terms.num_real(flat.shape[-1])
@@ -154,10 +172,10 @@ def gradient_of(flat: Tensor, grad_losses: Tensor, rows: RowStats, terms: Terms)
     of_softmax = (weight * (1.0 + 2.0 * terms.z_loss * rows.lse)).masked_fill_(~rows.valid, 0.0)
     of_target = (weight * (smoothing - 1.0)).masked_fill(~rows.mine, 0.0)
     of_all = weight * (smoothing / terms.vocab_size) if smoothing else None
+    out = flat if terms.reuse_logits else torch.empty_like(flat)
     if runs_on(flat):
         from lightning_megatron.kernels.cross_entropy import gradient
 
-        out = flat if terms.reuse_logits else torch.empty_like(flat)
         gradient(
             flat,
             rows.target,
@@ -171,16 +189,15 @@ def gradient_of(flat: Tensor, grad_losses: Tensor, rows: RowStats, terms: Terms)
         if terms.reuse_logits:
             torch.autograd.graph.increment_version(flat)
         return out
-    grad = torch.empty_like(flat)
-    grad[:, num_real:] = 0.0
+    out[:, num_real:] = 0.0
     for some in _blocks(flat):
         work = flat[some].to(rows.lse.dtype, copy=True)
         work.sub_(rows.lse[some].unsqueeze(-1)).exp_().mul_(of_softmax[some].unsqueeze(-1))
         if of_all is not None:
             work.sub_(of_all[some].unsqueeze(-1))
         work.scatter_add_(1, rows.target[some].unsqueeze(-1), of_target[some].unsqueeze(-1))
-        grad[some, :num_real] = work[:, :num_real]
-    return grad
+        out[some, :num_real] = work[:, :num_real]
+    return out
 
 
 def _local_stats(flat: Tensor, target: Tensor, mine: Tensor, terms: Terms) -> Tensor:

@@ -13,7 +13,7 @@ from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.tensor_parallel import cross_entropy as module
 from lightning_megatron.tensor_parallel import vocab_parallel_cross_entropy
-from lightning_megatron.tensor_parallel.chunked_loss import chunked_cross_entropy
+from lightning_megatron.tensor_parallel.chunked_loss import head_cross_entropy
 from lightning_megatron.tensor_parallel.embedding import vocab_logits
 from lightning_megatron.testing import run_distributed
 from lightning_megatron.weight_gradients import open_sum
@@ -38,7 +38,7 @@ def compute(tp: int, sequence_parallel: bool, num_chunks: int, has_sum: bool, te
         weight.grad = torch.ones_like(weight)
         open_sum(weight, weight.grad)
     if num_chunks:
-        losses = chunked_cross_entropy(hidden, weight, labels, mesh=mesh, vocab_size=V, num_chunks=num_chunks, **terms)
+        losses = head_cross_entropy(hidden, weight, labels, mesh=mesh, vocab_size=V, num_chunks=num_chunks, **terms)
     else:
         losses = vocab_parallel_cross_entropy(vocab_logits(hidden, weight, mesh), labels, tp=mesh.tp, vocab_size=V, **terms)
     (losses * random(S, B, seed=3)).sum().backward()
@@ -48,7 +48,7 @@ def compute(tp: int, sequence_parallel: bool, num_chunks: int, has_sum: bool, te
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, True), (2, True), (2, False), (4, True)])
-@pytest.mark.parametrize("num_chunks", [2, 5, 100])
+@pytest.mark.parametrize("num_chunks", [1, 2, 5, 100])
 def test_chunks_give_the_losses_and_gradients_of_all_tokens_at_once(tp: int, sequence_parallel: bool, num_chunks: int) -> None:
     terms = {"label_smoothing": 0.1, "z_loss": 1e-2}
     for has_sum in (False, True):
