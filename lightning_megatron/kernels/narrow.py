@@ -3,23 +3,21 @@
 A product over tokens (a weight gradient) wants its 8-bit factors with the tokens contiguous, the other products with the
 features; so both forms are written from one tile. What exceeds the format is rounded to its largest number.
 
-The kernels also take the largest magnitude of what they round. SwiGLU may be without a factor (``scale=None``): a first pass
-over its inputs then finds the largest magnitude and writes nothing, which costs less than to write 16 bits and read them
+The kernels also take the largest magnitude of what they round. They may be without a factor (``scale=None``): a first pass
+over the inputs then finds the largest magnitude and writes no result, which costs less than to write 16 bits and read them
 twice; the factor is the largest power of two that fits.
 
 Note [Four tokens in a word]
 A tile is turned in words of 32 bits, each of four neighbouring tokens: a quarter of the moves. The words come from
 instructions that round two numbers into 16 bits. To take single bytes out of numbers that ``to(float8)`` has rounded gives
 wrong bytes on an H200 (Triton 3.6 and CUDA 13.0: two of four neighbours, even if the word is stored as it stands), though the
-same numbers stored as a whole are right and so is the PTX; so nothing here does that. ``are_right`` looks once in a process
-whether what this machine compiles is right.
+same numbers stored as a whole are right and so is the PTX; so nothing here does that. ``narrow_check.py`` looks once in a
+process whether what this machine compiles is right.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -61,8 +59,8 @@ def add_rms_norm_narrow(
     *,
     eps: float,
     amax: Tensor,
-    scale: Tensor,
-    scale_inv: Tensor,
+    scale: Tensor | None = None,
+    scale_inv: Tensor | None = None,
     tile: Tile = NORM,
 ) -> tuple[Tensor, Narrow, Tensor]:
     """``x = hidden + added``, its RMSNorm in e4m3, and ``1 / rms(x)`` in fp32: ``[N, H] -> [N, H]``, ``[N, H]``, ``[N]``.
@@ -72,8 +70,8 @@ def add_rms_norm_narrow(
         added: the same, or nothing: x is then ``hidden`` itself.
         gain: ``[H]``.
         eps: added to the mean square.
-        amax: raised to the largest magnitude of the norm, fp32 ``[1]``.
-        scale: what to multiply by before rounding, fp32 ``[1]``.
+        amax: raised to the largest magnitude of the norm, fp32 ``[1]``; zero if there is no ``scale``.
+        scale: what to multiply by before rounding, fp32 ``[1]``; if not given, it follows from the largest magnitude.
         scale_inv: its inverse.
         tile: what one program works on.
     """
@@ -81,15 +79,19 @@ def add_rms_norm_narrow(
     summed = hidden if added is None else torch.empty_like(hidden)
     scales = hidden.new_empty(num, dtype=torch.float32)
     rows, columns, inverse = _empty(hidden, num, size, torch.float8_e4m3fn, scale_inv)
+    factor = amax if scale is None else scale
     with torch.cuda.device_of(hidden):
-        _add_rms_norm_narrow[(num // tile.tokens,)](
-            *(hidden, hidden if added is None else added, gain, summed, rows, _words(columns)),
-            *(scales, scale, amax, num, size, eps),
-            ADDS=added is not None,
-            TOKENS=tile.tokens,
-            FEATURES=min(tile.features, size & -size),  # a power of two that divides
-            num_warps=tile.warps,
-        )
+        for first in (True, False) if scale is None else (False,):
+            _add_rms_norm_narrow[(num // tile.tokens,)](
+                *(hidden, hidden if added is None else added, gain, summed, rows, _words(columns)),
+                *(scales, inverse, factor, amax, num, size, eps),
+                ADDS=added is not None,
+                KNOWN=scale is not None,
+                FIRST=first,
+                TOKENS=tile.tokens,
+                FEATURES=min(tile.features, size & -size),  # a power of two that divides
+                num_warps=tile.warps,
+            )
     return summed, _finished((rows, columns, inverse)), scales
 
 
@@ -141,42 +143,6 @@ def swiglu_backward_narrow(
                 num_warps=tile.warps,
             )
     return _finished(result)
-
-
-@cache
-def are_right(device: torch.device) -> bool:
-    """Whether the kernels, as this machine compiles them, write the right numbers, in both forms. Waits for the device."""
-    generator = torch.Generator(device).manual_seed(0)
-    gate_up = torch.randn(256, 512, device=device, dtype=torch.bfloat16, generator=generator)
-    grad, gain = gate_up[:, :256].contiguous(), gate_up[0, :256].contiguous()
-    scale = torch.full((1,), 16.0, device=device)
-    known: dict[str, Any] = {"scale": scale, "scale_inv": scale.reciprocal()}
-    wide = gate_up.float().requires_grad_()
-    with torch.enable_grad():
-        gate, up = wide.chunk(2, dim=-1)
-        activated = torch.nn.functional.silu(gate) * up
-    (of_gate_up,) = torch.autograd.grad(activated, wide, grad.float())
-    for options in (known, {}):
-        amax = torch.zeros(2, 1, device=device)
-        if not _is_rounded(swiglu_narrow(gate_up, amax=amax[0], **options), activated.detach(), torch.float8_e4m3fn):
-            return False
-        if not _is_rounded(swiglu_backward_narrow(grad, gate_up, amax=amax[1], **options), of_gate_up, torch.float8_e5m2):
-            return False
-    for added in (None, grad):
-        summed, normed, _ = add_rms_norm_narrow(grad, added, gain, eps=1e-5, amax=torch.zeros(1, device=device), **known)
-        x = summed.float()
-        expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * gain.float()
-        if not _is_rounded(normed, expected, torch.float8_e4m3fn):
-            return False
-    return True
-
-
-def _is_rounded(made: Narrow, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether both forms hold ``expected``, a last bit of fp32 apart: which rounds to another number now and then."""
-    limit = torch.finfo(dtype).max
-    rounded = (expected / made.scale_inv).clamp(-limit, limit).to(dtype).view(torch.uint8)
-    same = (rounded == made.rows).float().mean() > 0.99
-    return bool(same) and torch.equal(made.rows.t(), made.columns)
 
 
 def _empty(like: Tensor, num: int, size: int, dtype: torch.dtype, scale_inv: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,28 +205,11 @@ def _pair(first, second, WIDE_EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def _add_rms_norm_narrow(
-    hidden,
-    added,
-    gain,
-    summed,
-    rows,
-    columns,
-    scales,
-    scale,
-    amax,
-    num,
-    size,
-    eps,
-    ADDS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
-    # See Note [Four tokens in a word].
-    words = tl.program_id(0).to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+def _add_and_measure(hidden, added, summed, scales, words, size, eps, ADDS: tl.constexpr, FEATURES: tl.constexpr):
+    # Writes the sums of four tokens a word, and 1 / rms of each.
     for place in tl.static_range(4):
         tokens = words * 4 + place
-        squares = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.float32)
+        squares = tl.zeros((words.shape[0], FEATURES), dtype=tl.float32)
         for start in tl.range(0, size, FEATURES):
             places = tokens[:, None] * size + (start + tl.arange(0, FEATURES))[None, :]
             stored = tl.load(hidden + places)
@@ -270,8 +219,36 @@ def _add_rms_norm_narrow(
             x = stored.to(tl.float32)
             squares += x * x
         tl.store(scales + tokens, 1.0 / tl.sqrt(tl.sum(squares, axis=1) / size + eps))
-    tl.debug_barrier()  # sums and scales are read again by other threads than wrote them
-    factor = tl.load(scale)
+
+
+@triton.jit
+def _add_rms_norm_narrow(
+    hidden,
+    added,
+    gain,
+    summed,
+    rows,
+    columns,
+    scales,
+    inverse,
+    scale,
+    amax,
+    num,
+    size,
+    eps,
+    ADDS: tl.constexpr,
+    KNOWN: tl.constexpr,
+    FIRST: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    # See Note [Four tokens in a word].
+    words = tl.program_id(0).to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+    if KNOWN or FIRST:
+        _add_and_measure(hidden, added, summed, scales, words, size, eps, ADDS, FEATURES)
+        tl.debug_barrier()  # sums and scales are read again by other threads than wrote them
+    if not FIRST:
+        factor = _factor(scale, inverse, KNOWN, 448.0)
     largest = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.float32)
     for start in tl.range(0, size, FEATURES):
         features = start + tl.arange(0, FEATURES)
@@ -283,12 +260,15 @@ def _add_rms_norm_narrow(
             first = tl.load(summed + places).to(tl.float32) * tl.load(scales + tokens)[:, None] * gains[None, :]
             second = tl.load(summed + places + size).to(tl.float32) * tl.load(scales + tokens + 1)[:, None] * gains[None, :]
             largest = tl.maximum(largest, tl.maximum(tl.abs(first), tl.abs(second)))
-            first, second = _rounded(first, factor, 448.0), _rounded(second, factor, 448.0)
-            tl.store(rows + places, first.to(tl.float8e4nv))
-            tl.store(rows + places + size, second.to(tl.float8e4nv))
-            packed = packed | (_pair(first, second, False) << (16 * pair))
-        tl.store(columns + features[:, None].to(tl.int64) * (num // 4) + words[None, :], tl.trans(packed))
-    tl.atomic_max(amax, tl.max(largest), sem="relaxed")
+            if not FIRST:
+                first, second = _rounded(first, factor, 448.0), _rounded(second, factor, 448.0)
+                tl.store(rows + places, first.to(tl.float8e4nv))
+                tl.store(rows + places + size, second.to(tl.float8e4nv))
+                packed = packed | (_pair(first, second, False) << (16 * pair))
+        if not FIRST:
+            tl.store(columns + features[:, None].to(tl.int64) * (num // 4) + words[None, :], tl.trans(packed))
+    if KNOWN or FIRST:
+        tl.atomic_max(amax, tl.max(largest), sem="relaxed")
 
 
 @triton.jit

@@ -137,10 +137,9 @@ def pointwise(fast: Any, plain: Any, slots: list[Any], inputs: dict[str, Tensor]
         for slot in slots:
             slot.amax.zero_()
         narrow, wide = {"cast": ops.quantize(hidden, slots[0], record=True)}, {}
-        if is_warm:  # a norm is quantized on the way only by a factor that is known
-            wide["sum"], narrow["norm"], rstd = ops.add_norm_quantized(hidden, added, gain, 1e-5, slot=slots[0], record=True)
-            wide["rstd"] = rstd.flatten()
-            narrow["norm alone"] = ops.add_norm_quantized(hidden, None, gain, 1e-5, slot=slots[0], record=False)[1]
+        wide["sum"], narrow["norm"], rstd = ops.add_norm_quantized(hidden, added, gain, 1e-5, slot=slots[0], record=True)
+        wide["rstd"] = rstd.flatten()
+        narrow["norm alone"] = ops.add_norm_quantized(hidden, None, gain, 1e-5, slot=slots[0], record=False)[1]
         narrow["swiglu"] = ops.activate_quantized(hidden, "swiglu", slots[0], record=True)
         narrow["swiglu backward"] = ops.activate_backward_quantized(grad, hidden, "swiglu", slots[1])
         wide["amax"] = torch.cat([slot.amax for slot in slots])

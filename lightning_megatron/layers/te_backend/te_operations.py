@@ -151,7 +151,7 @@ class TeOperations:
     ) -> tuple[Tensor, Narrow, Tensor] | None:
         """See ``Operations``."""
         kernels = self._fused(slot, hidden, *hidden.shape)
-        if kernels is None or slot is None or not self._is_known(slot):
+        if kernels is None or slot is None:
             return None
         narrow, (summed, _, scales) = self._made(
             slot, partial(kernels.add_rms_norm_narrow, hidden, added, gain, eps=eps), record
@@ -227,9 +227,8 @@ class TeOperations:
 
 
 def _checked_kernels(device: torch.device) -> Any:
-    kernels = import_module("lightning_megatron.kernels.narrow")
-    if kernels.are_right(device):
-        return kernels
+    if import_module("lightning_megatron.kernels.narrow_check").are_right(device):
+        return import_module("lightning_megatron.kernels.narrow")
     warnings.warn(
         "Triton compiles this project's 8-bit kernels wrongly on this machine; Transformer Engine's take their place, at the "
         "cost of more passes over memory.",
