@@ -154,7 +154,7 @@ def losses_with_gradient(flat: Tensor, labels: Tensor, valid: Tensor, terms: Ter
 
         return compute(
             flat,
-            labels,
+            labels.contiguous(),
             num_real=terms.num_real(flat.shape[-1]),
             ignore_index=ignore_index,
             label_smoothing=terms.label_smoothing,
