@@ -15,7 +15,8 @@ from lightning_megatron.context_parallel.layout import SequenceLayout, inverse
 from lightning_megatron.context_parallel.parts import reorder
 from lightning_megatron.context_parallel.ring import Ring, ring_attention
 from lightning_megatron.context_parallel.tiled import tiled_attention
-from lightning_megatron.context_parallel.tiles import Pattern, Tiling
+from lightning_megatron.context_parallel.tiles import Pattern
+from lightning_megatron.context_parallel.tiling import Tiling
 from lightning_megatron.mesh import Axis, Mesh
 
 Comm = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]

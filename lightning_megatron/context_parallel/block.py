@@ -4,6 +4,10 @@ Note [Tiles of one softmax]
 With ``lse`` the log-sum-exp of a query's scores over all its tiles, the weights of a tile are ``exp(scores - lse)``. So a
 tile's backward needs the final output and ``lse`` only, and no other tile; and outputs of tiles add up, each weighted by
 ``exp(lse_of_tile - lse)`` (Milakov & Gimelshein 2018; Dao et al. 2022, section 3.1).
+
+Note [Windows of flash]
+Flash takes a bound that reaches as far as the longest keys for no bound, and then bounds by the longest keys all the same.
+A block with more queries than keys would lose pairs, so it is given longer "longest keys"; that needs the packed form.
 """
 
 from __future__ import annotations
@@ -16,8 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_megatron.context_parallel.parts import Part, put, take
-from lightning_megatron.context_parallel.tiles import Tile
+from lightning_megatron.context_parallel.tiles import Lengths, Tile
 
 Kernel = Literal["auto", "math", "flash", "cudnn"]
 # Scores that the plain form holds at once: 2**26 in fp32 are 256 MB.
@@ -84,32 +87,12 @@ class BlockAttention:
     def _kernel(self, q: Tensor, k: Tensor, tile: Tile) -> Kernel:
         size = q.shape[-1]
         narrow = q.dtype in (torch.float16, torch.bfloat16)
-        if self.kernel == "math" or q.device.type != "cuda" or not narrow or tile.form == "masked" or size % 8 or size > 256:
+        if self.kernel == "math" or q.device.type != "cuda" or not narrow or size % 8 or size > 256:
             return "math"
         # Of a causal tile that is not square cuDNN would take another diagonal.
-        plain = tile.lengths is None and tile.window is None and (tile.form == "full" or q.shape[0] == k.shape[0])
+        plain = tile.lengths is None and (tile.form == "full" or (tile.form == "causal" and q.shape[0] == k.shape[0]))
         wanted = self.kernel == "cudnn" or (self.kernel == "auto" and self.dropout == 0.0 and _suits_cudnn(q, k))
         return "cudnn" if plain and wanted else "flash"
-
-
-def merge_into(out: Tensor, lse: Tensor, part: Part, *, other: Tensor, other_lse: Tensor) -> None:
-    """Add attention over further keys to that of some of the queries, in place. See Note [Tiles of one softmax].
-
-    Args:
-        out: the output so far, ``[n, B, h, d]``, fp32 or wider.
-        lse: its log-sum-exp ``[n, B, h]``, finite.
-        part: the queries that the further keys are for.
-        other: their output over the further keys.
-        other_lse: its log-sum-exp; ``-inf`` for a query that sees none of them.
-    """
-    before = take(lse, part)
-    # The two weights add up to one, so this is one pass over the output.
-    weight = torch.sigmoid(other_lse - before)[..., None]
-    if isinstance(part, slice):
-        out[part].lerp_(other, weight)
-    else:
-        put(out, part, torch.lerp(take(out, part), other, weight))
-    put(lse, part, torch.logaddexp(before, other_lse))
 
 
 def _suits_cudnn(q: Tensor, k: Tensor) -> bool:
@@ -168,7 +151,8 @@ def _math_backward(
 
 def _score_blocks(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[slice, Tensor]]:
     """Masked scores ``[B, g, h/g, rows, n_k]``, a run of queries at a time, so that not all are held at once."""
-    mask, wide_k, groups = tile.mask(), _wide(k), k.shape[2]
+    mask = tile.mask(q.shape[0], k.shape[0], num_rows=q.shape[1], device=q.device)
+    wide_k, groups = _wide(k), k.shape[2]
     per_query = max(1, q.shape[1] * q.shape[2] * k.shape[0])
     step = max(1, min(q.shape[0], _MAX_SCORES // per_query))
     for start in range(0, q.shape[0], step):
@@ -195,42 +179,55 @@ def _wide(tensor: Tensor) -> Tensor:
 # Fused kernels. They take [B, S, h, d], or packed rows laid end to end, [B * S, h, d].
 
 
-def _rows(tensor: Tensor, tile: Tile) -> Tensor:
-    """``[n, B, h, d]`` to ``[B, n, h, d]``, or to ``[B * n, h, d]`` where documents are packed."""
-    rows = tensor.transpose(0, 1)
-    return rows if tile.lengths is None else rows.flatten(0, 1)
+@dataclass(frozen=True)
+class _FlashForm:
+    """A tile as flash takes it. See Note [Windows of flash]."""
 
+    lengths: Lengths | None
+    causal: bool
+    left: int | None
+    right: int | None
 
-def _back(rows: Tensor, like: Tensor) -> Tensor:
-    """The inverse of ``_rows``."""
-    return rows.reshape(like.shape[1], like.shape[0], *rows.shape[-2:]).transpose(0, 1)
+    @classmethod
+    def of(cls, tile: Tile, q: Tensor, k: Tensor) -> _FlashForm:
+        lengths, banded = tile.lengths, tile.form == "band"
+        if banded and lengths is None and q.shape[0] > k.shape[0]:
+            rows = torch.arange(q.shape[1] + 1, device=q.device, dtype=torch.int32)
+            lengths = Lengths(rows * q.shape[0], rows * k.shape[0], q.shape[0], q.shape[0])
+        return cls(lengths, tile.form == "causal", tile.left if banded else None, tile.right if banded else None)
 
+    def sizes(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
+        """Borders and longest of queries and keys."""
+        if self.lengths is None:
+            return None, None, q.shape[0], k.shape[0]
+        return self.lengths.cu_q, self.lengths.cu_k, self.lengths.max_q, self.lengths.max_k
 
-def _window(tile: Tile) -> int | None:
-    return None if tile.form != "causal" or tile.window is None else tile.window - 1
+    def rows(self, tensor: Tensor) -> Tensor:
+        """``[n, B, h, d]`` to ``[B, n, h, d]``, or to ``[B * n, h, d]`` where documents are packed."""
+        rows = tensor.transpose(0, 1)
+        return rows if self.lengths is None else rows.flatten(0, 1)
+
+    def back(self, rows: Tensor, like: Tensor) -> Tensor:
+        """The inverse of ``rows``."""
+        return rows.reshape(like.shape[1], like.shape[0], *rows.shape[-2:]).transpose(0, 1)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, dropout: float) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    lengths = tile.lengths
-    cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
-    max_q, max_k = (q.shape[0], k.shape[0]) if lengths is None else (lengths.max_q, lengths.max_k)
+    form = _FlashForm.of(tile, q, k)
     out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-        _rows(q, tile),
-        _rows(k, tile),
-        _rows(v, tile),
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
+        form.rows(q),
+        form.rows(k),
+        form.rows(v),
+        *form.sizes(q, k),
         dropout,
-        tile.form == "causal",
+        form.causal,
         False,
-        window_size_left=_window(tile),
-        window_size_right=None if _window(tile) is None else 0,
+        window_size_left=form.left,
+        window_size_right=form.right,
     )
     # [B, h, n], or [h, B * n] where packed; +inf stands for a query without keys.
-    rows = lse.permute(2, 0, 1) if lengths is None else lse.unflatten(1, (q.shape[1], -1)).permute(2, 1, 0)
-    return _back(out, q).float(), rows.masked_fill(rows == float("inf"), float("-inf")), (state, unused)
+    rows = lse.permute(2, 0, 1) if form.lengths is None else lse.unflatten(1, (q.shape[1], -1)).permute(2, 1, 0)
+    return form.back(out, q).float(), rows.masked_fill(rows == float("inf"), float("-inf")), (state, unused)
 
 
 def _flash_backward(
@@ -244,29 +241,24 @@ def _flash_backward(
     dropout: float,
     random: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lengths = tile.lengths
-    cu_q, cu_k = (None, None) if lengths is None else (lengths.cu_q, lengths.cu_k)
-    max_q, max_k = (q.shape[0], k.shape[0]) if lengths is None else (lengths.max_q, lengths.max_k)
-    rows = lse.permute(1, 2, 0) if lengths is None else lse.permute(2, 1, 0).flatten(1)
+    form = _FlashForm.of(tile, q, k)
+    rows = lse.permute(1, 2, 0) if form.lengths is None else lse.permute(2, 1, 0).flatten(1)
     grads = torch.ops.aten._flash_attention_backward(
-        _rows(grad, tile).contiguous(),
-        _rows(q, tile),
-        _rows(k, tile),
-        _rows(v, tile),
-        _rows(out, tile).contiguous(),
+        form.rows(grad).contiguous(),
+        form.rows(q),
+        form.rows(k),
+        form.rows(v),
+        form.rows(out).contiguous(),
         rows.contiguous(),
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
+        *form.sizes(q, k),
         dropout,
-        tile.form == "causal",
+        form.causal,
         random[0],
         random[1],
-        window_size_left=_window(tile),
-        window_size_right=None if _window(tile) is None else 0,
+        window_size_left=form.left,
+        window_size_right=form.right,
     )
-    return _back(grads[0], q), _back(grads[1], k), _back(grads[2], v)
+    return form.back(grads[0], q), form.back(grads[1], k), form.back(grads[2], v)
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, dropout: float) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:

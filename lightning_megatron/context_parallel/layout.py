@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,11 +84,11 @@ class SequenceLayout:
         start = _starts(borders, document) // self.size
         return start + offset + which * _chunks(borders, document, 2 * self.size)
 
-    def prefix(self, num_chunks: int, device: torch.device) -> Tensor:
-        """Natural indexes of the first ``num_chunks`` chunks of every document: ``[1 or B, S * num_chunks / (2 * size)]``."""
+    def chunks(self, first: int, number: int, device: torch.device) -> Tensor:
+        """Natural indexes of ``number`` chunks of every document from ``first`` on: ``[1 or B, S * number / (2 * size)]``."""
         borders = self.borders(device)
-        document, offset = scaled(borders, self.length, num_chunks, 2 * self.size)
-        return _starts(borders, document) + offset
+        document, offset = scaled(borders, self.length, number, 2 * self.size)
+        return _starts(borders, document) + first * _chunks(borders, document, 2 * self.size) + offset
 
     def gathered(self, inner: int, device: torch.device) -> Tensor:
         """From the tokens of ``inner`` neighbouring ranks, one after the other, to one rank's of ``size / inner``.
@@ -103,12 +104,6 @@ class SequenceLayout:
         rank = torch.where(late, 2 * inner - 1 - number, number)
         return rank * self.local_length + _starts(borders, document) // self.size + late * chunk + within
 
-    def documents(self, index: Tensor) -> Tensor | None:
-        """Number of the document of each natural index ``[1 or B, n]``; ``None`` where each row is one, without padding."""
-        if self.cu_seqlens is not None:
-            return document_of(self.cu_seqlens, index)
-        return None if self.num_real == self.length else (index >= self.num_real).long()
-
     def positions(self, index: Tensor) -> Tensor:
         """Position of each natural index in its document: ``[1 or B, n]``, same shape out (B rows where packed)."""
         if self.cu_seqlens is None:
@@ -116,8 +111,8 @@ class SequenceLayout:
         return index - _starts(self.cu_seqlens, document_of(self.cu_seqlens, index))
 
     @cached_property
-    def cache(self) -> dict[object, Tensor]:
-        """Index tensors that all layers of a micro-batch use, by what they are."""
+    def cache(self) -> dict[object, Any]:
+        """Index tensors and tiles that all layers of a micro-batch use, by what they are."""
         return {}
 
 

@@ -32,6 +32,11 @@ def add(tensor: Tensor, part: Part, value: Tensor) -> None:
         tensor[places] = tensor[places] + value  # no place comes twice, so this needs no atomic additions
 
 
+def num_places(part: Part, tensor: Tensor) -> int:
+    """Places of a row that the part names."""
+    return len(range(*part.indices(len(tensor)))) if isinstance(part, slice) else part.shape[1]
+
+
 def _places(part: Tensor, tensor: Tensor) -> tuple[Tensor, ...]:
     if part.shape[0] == 1:
         return (part[0],)

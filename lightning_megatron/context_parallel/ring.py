@@ -8,16 +8,19 @@ is back where keys and values came from. It travels in fp32, so that the number 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.context_parallel.block import BlockAttention, merge_into
+from lightning_megatron.context_parallel.block import BlockAttention
 from lightning_megatron.context_parallel.exchange import RingTransfer
+from lightning_megatron.context_parallel.merge import Merge
 from lightning_megatron.context_parallel.parts import add, take
-from lightning_megatron.context_parallel.tiles import Tiling
+from lightning_megatron.context_parallel.tiles import Tile
+from lightning_megatron.context_parallel.tiling import Tiling
 from lightning_megatron.mesh import Axis
 
 
@@ -39,27 +42,40 @@ class Ring:
         """The rank whose keys and values are here in a step."""
         return (self.axis.rank - step) % self.axis.size
 
+    def backward(
+        self, step: int, tensors: tuple[Tensor, ...], *, grad_q: Tensor, random: Iterator[tuple[Tensor, ...]]
+    ) -> list[tuple[Tile, Tensor, Tensor]]:
+        """Add to the gradient of queries, and return those of the keys and values that are here, tile by tile."""
+        q, k, v, grad, out, lse = tensors
+        shares = []
+        for tile in self.tiling.ring(self.source(step)):
+            own = [take(tensor, tile.q) for tensor in (grad, q)]
+            theirs = [take(tensor, tile.k) for tensor in (k, v)]
+            after = {"out": take(out, tile.q), "lse": take(lse, tile.q)}
+            share_q, *share_kv = self.block.backward(
+                own[0], own[1], theirs[0], theirs[1], **after, tile=tile, random=next(random)
+            )
+            add(grad_q, tile.q, share_q)
+            shares.append((tile, share_kv[0], share_kv[1]))
+        return shares
+
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
         kv, transfer = torch.stack((k, v)), None
-        out, lse, random = None, None, []
+        merge, random = Merge(q), []
         for step in range(ring.axis.size):
             if step < ring.axis.size - 1:
                 transfer = RingTransfer(kv, ring.axis)
-            tile = ring.tiling.ring(ring.source(step))
-            part, part_lse, state = ring.block.forward(take(q, tile.q), take(kv[0], tile.k), take(kv[1], tile.k), tile)
-            random.append(state)
-            if out is None or lse is None:
-                out, lse = part, part_lse
-            else:
-                merge_into(out, lse, tile.q, other=part, other_lse=part_lse)
+            for tile in ring.tiling.ring(ring.source(step)):
+                part, part_lse, state = ring.block.forward(take(q, tile.q), take(kv[0], tile.k), take(kv[1], tile.k), tile)
+                merge.add(tile.q, out=part, lse=part_lse)
+                random.append(state)
             if step < ring.axis.size - 1:
                 assert transfer is not None
                 kv = transfer.wait()
-        assert out is not None
-        out = out.to(q.dtype)
+        out, lse = merge.done()
         ctx.ring, ctx.random = ring, random
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -70,25 +86,15 @@ class _RingAttention(torch.autograd.Function):
         ring: Ring = ctx.ring
         wide = torch.promote_types(q.dtype, torch.float32)
         kv, grad_q = torch.stack((k, v)), torch.zeros_like(q, dtype=wide)
-        transfer, returning = None, None
+        transfer, returning, random = None, None, iter(ctx.random)
         for step in range(ring.axis.size):
             if step < ring.axis.size - 1:
                 transfer = RingTransfer(kv, ring.axis)
-            tile = ring.tiling.ring(ring.source(step))
-            grads = ring.block.backward(
-                take(grad, tile.q),
-                take(q, tile.q),
-                take(kv[0], tile.k),
-                take(kv[1], tile.k),
-                out=take(out, tile.q),
-                lse=take(lse, tile.q),
-                tile=tile,
-                random=ctx.random[step],
-            )
-            add(grad_q, tile.q, grads[0])
+            shares = ring.backward(step, (q, *kv.unbind(), grad, out, lse), grad_q=grad_q, random=random)
             grad_kv = torch.zeros_like(kv, dtype=wide) if returning is None else returning.wait()
-            add(grad_kv[0], tile.k, grads[1])
-            add(grad_kv[1], tile.k, grads[2])
+            for tile, grad_k, grad_v in shares:
+                add(grad_kv[0], tile.k, grad_k)
+                add(grad_kv[1], tile.k, grad_v)
             returning = RingTransfer(grad_kv, ring.axis)
             if step < ring.axis.size - 1:
                 assert transfer is not None

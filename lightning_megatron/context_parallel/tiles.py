@@ -1,16 +1,23 @@
-"""Which queries meet which keys: attention over a cut sequence as a few tiles, each of a form that a fused kernel knows."""
+"""Tiles of attention: some queries against some keys, in a form that a fused kernel knows.
+
+Note [Bands]
+Fused kernels know blocks of pairs that are bounded by two diagonals: a query sees keys from ``left`` places before to
+``right`` places after the diagonal that ends in the block's lower right corner. Where rows hold several documents, each has
+a block of its own, and the numbers are the same for all. Any window over any runs of tokens is such a band, with numbers
+that tell how far apart the runs are (``band``). The chunks of packed documents lie apart by another distance in each
+document; there the block's lower right corner is moved instead (``upper_corner``, ``lower_corner``), and what is outside of
+the block, all of it seen or none of it, goes to a second tile.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.context_parallel.layout import SequenceLayout
-from lightning_megatron.context_parallel.parts import WHOLE, Part, take
+from lightning_megatron.context_parallel.parts import Part
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Documents of a tile with its rows laid end to end: int32 borders ``[B * (n + 1)]`` and the longest, for q and k."""
+    """Blocks of a tile with its rows laid end to end: int32 borders and the longest, or an upper bound, for q and k."""
 
     cu_q: Tensor
     cu_k: Tensor
@@ -38,148 +45,105 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Tile:
-    """Some of the queries against some of the keys that a rank has at hand.
+    """Some of the queries against some of the keys that a rank has at hand. See Note [Bands].
 
     Args:
         q, k: the parts of the tensors at hand.
-        form: ``full``: all pairs of a document; ``causal``: those on or below the diagonal that ends in the lower right
-            corner of each document's block, no further from it than ``window``; ``masked``: only ``mask()`` tells.
-        mask: makes the mask of pairs, bool ``[1 or B, n_q, n_k]``, or ``None`` where all are in. Any form has it.
-        window: of form ``causal``.
-        lengths: documents, where rows are packed.
+        left, right: how far a query sees before and after the diagonal, 0 or more; ``None``: any distance.
+        lengths: blocks, where rows hold several; otherwise each row is one.
     """
 
     q: Part
     k: Part
-    form: Literal["full", "causal", "masked"]
-    mask: Callable[[], Tensor | None]
-    window: int | None = None
+    left: int | None = None
+    right: int | None = None
     lengths: Lengths | None = None
 
+    @property
+    def form(self) -> Literal["full", "causal", "band"]:
+        """``full``: all pairs of a block; ``causal``: those on or below the diagonal; ``band``: by ``left`` and ``right``."""
+        if self.left is not None or self.right not in (None, 0):
+            return "band"
+        return "full" if self.right is None else "causal"
 
-@dataclass(frozen=True)
-class Tiling:
-    """Makes the tiles of one micro-batch under one pattern.
+    def mask(self, num_q: int, num_k: int, *, num_rows: int, device: torch.device) -> Tensor | None:
+        """Pairs that are in, bool ``[1 or num_rows, num_q, num_k]``; ``None`` where all are."""
+        if self.lengths is None and self.form == "full":
+            return None
+        rows = 1 if self.lengths is None else num_rows
+        q_block, q_left = self._blocks(num_q, rows, None if self.lengths is None else self.lengths.cu_q, device)
+        k_block, k_left = self._blocks(num_k, rows, None if self.lengths is None else self.lengths.cu_k, device)
+        before = k_left[:, None, :] - q_left[:, :, None]  # how far a key stands before the diagonal
+        allowed = q_block[:, :, None] == k_block[:, None, :]
+        if self.left is not None:
+            allowed = allowed & (before <= self.left)
+        return allowed if self.right is None else allowed & (before >= -self.right)
 
-    Args:
-        layout: over the ranks that exchange keys and values.
-        pattern: what a query sees.
-        device: where the tensors are.
+    @staticmethod
+    def _blocks(number: int, rows: int, borders: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Each token's block, and how many tokens of the block are left from it on: ``[rows, number]``."""
+        places = torch.arange(rows * number, device=device)
+        stops = (torch.arange(rows, device=device) + 1) * number if borders is None else borders[1:].long()
+        block = torch.searchsorted(stops, places, right=True)
+        return block.view(rows, number), (stops[block] - places).view(rows, number)
+
+
+class Run(NamedTuple):
+    """Tokens that follow one another: from ``place`` among those at hand, from ``start`` in their natural order."""
+
+    place: int
+    start: int
+    length: int
+
+    def split(self, border: int) -> list[Run]:
+        """In two at a natural index, if it is inside."""
+        first = min(max(border - self.start, 0), self.length)
+        parts = (Run(self.place, self.start, first), Run(self.place + first, self.start + first, self.length - first))
+        return [part for part in parts if part.length]
+
+
+def band(queries: Run, keys: Run, *, left: int, right: int) -> Tile | None:
+    """The tile of two runs where a query sees keys from ``left`` tokens before to ``right`` after it; ``None``: no pair."""
+    q_stop = min(queries.start + queries.length, keys.start + keys.length + left)
+    q_start = max(queries.start, keys.start - right)
+    k_stop = min(keys.start + keys.length, q_stop + right)
+    k_start = max(keys.start, q_start - left)
+    if q_start >= q_stop or k_start >= k_stop:
+        return None
+    before, after = left + k_stop - q_stop, right - k_stop + q_stop
+    return Tile(
+        slice(queries.place + q_start - queries.start, queries.place + q_stop - queries.start),
+        slice(keys.place + k_start - keys.start, keys.place + k_stop - keys.start),
+        None if before >= k_stop - k_start - 1 else before,
+        None if after >= q_stop - q_start - 1 else after,
+    )
+
+
+class Corner(NamedTuple):
+    """Block by block: lengths of queries and keys up to a corner, and those (queries, keys) of which all pairs are in.
+
+    The latter stand at the end of the block's queries or keys. int64 ``[B, n]``.
     """
 
-    layout: SequenceLayout
-    pattern: Pattern
-    device: torch.device
-
-    def ring(self, source: int) -> Tile:
-        """This rank's queries against keys of rank ``source``: about half of all pairs, and never more than half a block.
-
-        With keys of an earlier rank all queries meet the keys' earlier chunks; with those of a later rank the later
-        chunks of queries meet all keys; see layout: Note [Zig-zag].
-        """
-        layout, rank = self.layout, self.layout.rank
-        own, theirs = self._index(rank), self._index(source)
-        if not self.pattern.causal or layout.size == 1:
-            return self._tile(WHOLE, WHOLE, own, theirs, is_diagonal=layout.size == 1, scales=(2, 2))
-        if source == rank:
-            whole = self.pattern.window is None  # the two chunks are not neighbours: no window fits a kernel
-            return self._tile(WHOLE, WHOLE, own, theirs, is_diagonal=True, scales=(2, 2), is_exact=whole)
-        if source < rank:
-            return self._tile(WHOLE, self._half(0), own, theirs, is_diagonal=False, scales=(2, 1))
-        return self._tile(self._half(1), WHOLE, own, theirs, is_diagonal=False, scales=(1, 2))
-
-    def gathered(self) -> list[Tile]:
-        """This rank's queries against all keys in natural order: each half of the queries meets the keys up to its end."""
-        layout, rank = self.layout, self.layout.rank
-        every = torch.arange(layout.length, device=self.device)[None]
-        own = self._index(rank)
-        if not self.pattern.causal or layout.size == 1:
-            return [self._tile(WHOLE, WHOLE, own, every, is_diagonal=layout.size == 1, scales=(2, 2 * layout.size))]
-        tiles = []
-        for which, num_chunks in ((0, rank + 1), (1, 2 * layout.size - rank)):
-            keys = self._prefix(num_chunks)
-            tiles.append(self._tile(self._half(which), keys, own, every, is_diagonal=True, scales=(1, num_chunks)))
-        return tiles
-
-    def _tile(
-        self,
-        q: Part,
-        k: Part,
-        q_index: Tensor,
-        k_index: Tensor,
-        *,
-        is_diagonal: bool,
-        scales: tuple[int, int],
-        is_exact: bool = True,
-    ) -> Tile:
-        """``scales``: how many chunks of each document the queries and the keys of the tile are."""
-        causal, window = self.pattern.causal, self.pattern.window
-        is_padded = self.layout.cu_seqlens is None and self.layout.num_real < self.layout.length
-        if is_diagonal and causal:
-            form: Literal["full", "causal", "masked"] = "causal" if is_exact else "masked"
-        else:
-            form = "full" if window is None and (causal or not is_padded) else "masked"
-
-        def mask() -> Tensor | None:
-            return self._mask(take(q_index.t(), q).t(), take(k_index.t(), k).t())
-
-        if not isinstance(q, slice) or not isinstance(k, slice):
-            assert self.layout.cu_seqlens is not None
-        return Tile(q, k, form, mask, window, self._lengths(*scales))
-
-    def _mask(self, q_index: Tensor, k_index: Tensor) -> Tensor | None:
-        distance = q_index[:, :, None] - k_index[:, None, :]
-        allowed = distance >= 0 if self.pattern.causal else torch.ones_like(distance, dtype=torch.bool)
-        if self.pattern.window is not None:
-            allowed = allowed & (distance.abs() < self.pattern.window)
-        q_documents, k_documents = self.layout.documents(q_index), self.layout.documents(k_index)
-        if q_documents is not None and k_documents is not None:
-            allowed = allowed & (q_documents[:, :, None] == k_documents[:, None, :])
-        return allowed
-
-    def _index(self, rank: int) -> Tensor:
-        return self._cached(("index", rank), lambda: self.layout.index(rank, self.device))
-
-    def _half(self, which: int) -> Part:
-        if self.layout.cu_seqlens is None:
-            size = self.layout.local_length // 2
-            return slice(which * size, (which + 1) * size)
-        return self._cached(("half", which), lambda: self.layout.half(which, self.device))
-
-    def _prefix(self, num_chunks: int) -> Part:
-        layout = self.layout
-        if layout.cu_seqlens is not None:
-            return self._cached(("prefix", num_chunks), lambda: layout.prefix(num_chunks, self.device))
-        chunk = layout.length // (2 * layout.size)
-        stop = num_chunks * chunk
-        # The window of the first query of the last chunk reaches no further back.
-        start = 0 if self.pattern.window is None else max(0, stop - chunk - self.pattern.window + 1)
-        return slice(start, stop)
-
-    def _lengths(self, q_scale: int, k_scale: int) -> Lengths | None:
-        layout = self.layout
-        if layout.cu_seqlens is None:
-            return None
-        parts = 2 * layout.size
-
-        def borders(scale: int) -> Tensor:
-            return self._cached(("borders", scale), lambda: _end_to_end(layout, scale, parts))
-
-        # Kernels turn a single query around, with another form of result; one more is as good a bound.
-        max_q, max_k = (max(2, -(-layout.longest * scale // parts)) for scale in (q_scale, k_scale))
-        return Lengths(borders(q_scale), borders(k_scale), max_q, max_k)
-
-    def _cached(self, key: tuple[str, int], make: Callable[[], Tensor]) -> Tensor:
-        cache, full_key = self.layout.cache, (self.layout.size, *key)
-        if full_key not in cache:
-            cache[full_key] = make()
-        return cache[full_key]
+    q: Tensor
+    k: Tensor
+    full_q: Tensor
+    full_k: Tensor
 
 
-def _end_to_end(layout: SequenceLayout, numerator: int, denominator: int) -> Tensor:
-    """Borders of rows laid end to end, each document ``numerator / denominator`` as long: int32 ``[B * (n + 1)]``."""
-    assert layout.cu_seqlens is not None
-    small = layout.cu_seqlens * numerator // denominator
-    row = layout.length * numerator // denominator
-    starts = torch.arange(len(small), device=small.device)[:, None] * row
-    return (small + starts).flatten().int()
+def upper_corner(num_q: Tensor, num_k: Tensor, shift: Tensor) -> Corner:
+    """Query i sees keys j >= i + shift: by ``left = 0`` up to the corner; keys after it are seen by all queries."""
+    q, k = torch.minimum(num_q, num_k - shift).clamp(min=0), torch.minimum(num_k, num_q + shift).clamp(min=0)
+    return Corner(q, k, num_q, num_k - k)
+
+
+def lower_corner(num_q: Tensor, num_k: Tensor, shift: Tensor) -> Corner:
+    """Query i sees keys j <= i - shift: by ``right = 0`` up to the corner; queries after it see all keys."""
+    q = torch.minimum(num_q, num_k + shift).clamp(min=0)
+    return Corner(q, (torch.minimum(num_q, num_k + shift) - shift).clamp(min=0), num_q - q, num_k)
+
+
+def end_to_end(parts: list[Tensor]) -> Tensor:
+    """Borders of rows laid end to end, m parts of each document, of lengths ``[B, n]``: int32 ``[B * n * m + 1]``."""
+    flat = torch.stack(parts, dim=2).flatten()
+    return torch.nn.functional.pad(flat.cumsum(0), (1, 0)).int()

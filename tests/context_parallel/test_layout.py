@@ -59,18 +59,20 @@ def test_positions_start_anew_in_each_document() -> None:
         assert row == [i for start, stop in pairwise(borders) for i in range(stop - start)]
 
 
-def test_halves_and_prefixes_select_whole_chunks_of_each_document() -> None:
+def test_halves_and_runs_of_chunks_select_whole_chunks_of_each_document() -> None:
     layout = layout_of(4, 1, "packed")
     own = layout.own_index(CPU)
     for which, number in ((0, 1), (1, 6)):
         chunk = layout.half(which, CPU)
-        everywhere = layout.prefix(number + 1, CPU)
+        everywhere, after = layout.chunks(0, number + 1, CPU), layout.chunks(number + 1, 7 - number, CPU)
         for row, borders in enumerate(PACKED.tolist()):
             spans = [(start, (stop - start) // 8) for start, stop in pairwise(borders)]
             held = [i for start, size in spans for i in range(start + number * size, start + (number + 1) * size)]
             assert own[row][chunk[row]].tolist() == held
             seen = [i for start, size in spans for i in range(start, start + (number + 1) * size)]
             assert everywhere[row].tolist() == seen
+            rest = [i for start, size in spans for i in range(start + (number + 1) * size, start + 8 * size)]
+            assert after[row].tolist() == rest
 
 
 def test_borders_of_another_number_of_rows_are_refused() -> None:

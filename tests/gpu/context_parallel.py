@@ -30,18 +30,32 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.context_parallel.block import BlockAttention, Kernel, merge_into
+from lightning_megatron.context_parallel.block import BlockAttention, Kernel
 from lightning_megatron.context_parallel.layout import SequenceLayout
+from lightning_megatron.context_parallel.merge import Merge
 from lightning_megatron.context_parallel.parts import add, put, take
-from lightning_megatron.context_parallel.tiles import Pattern, Tile, Tiling
+from lightning_megatron.context_parallel.tiles import Pattern, Tile
+from lightning_megatron.context_parallel.tiling import Tiling
 from lightning_megatron.data.packing import PackingCollator
 from tests.parity import harness
 from tests.parity.harness import Outcome
 
 REFERENCE = Path(tempfile.gettempdir()) / "context_parallel_reference.pt"
 FAILED: list[str] = []
+KERNELS: set[tuple[str, str]] = set()
+"""Forms of tiles and the kernels that computed them, since the last comparison."""
 HEADS, KV_HEADS, SIZE, ROWS, LENGTH = 8, 2, 64, 2, 1024
 BORDERS = [[0, 256, 256, 640, LENGTH], [0, LENGTH, LENGTH, LENGTH, LENGTH]]
+# Windows shorter than a chunk of 4 ranks (128 tokens), longer, and about as long as a document.
+WINDOWS = {"causal": Pattern(), "full": Pattern(causal=False), "window 100": Pattern(window=100)}
+WINDOWS |= {"window 300": Pattern(window=300), "window 100 both ways": Pattern(causal=False, window=100)}
+WINDOWS |= {"window 300 both ways": Pattern(causal=False, window=300)}
+FORMS = {
+    f"{name}{end}": (pattern, LENGTH, packed)
+    for end, packed in (("", False), (" packed", True))
+    for name, pattern in WINDOWS.items()
+}
+FORMS |= {f"{name} padded": (pattern, LENGTH - 40, False) for name, pattern in WINDOWS.items() if not pattern.causal}
 
 
 def report(name: str, passed: bool, text: str) -> None:
@@ -67,33 +81,12 @@ def ring_of_all(tensors: list[Tensor], layout: SequenceLayout, pattern: Pattern,
     index = [layout.index(rank, q.device) for rank in range(layout.size)]
     for rank in range(layout.size):
         tiling = Tiling(layout.over(layout.size, rank), pattern, q.device)
-        sources = [(rank - step) % layout.size for step in range(layout.size)]
-        tiles = [tiling.ring(source) for source in sources]
-        keys = [(take(k, index[source]), take(v, index[source])) for source in sources]
-        own, own_grad = take(q, index[rank]), take(grad, index[rank])
-        parts = [block.forward(take(own, t.q), take(a, t.k), take(b, t.k), t) for t, (a, b) in zip(tiles, keys, strict=True)]
-        out, lse, _ = parts[0]
-        for tile, (part, part_lse, _) in zip(tiles[1:], parts[1:], strict=True):
-            merge_into(out, lse, tile.q, other=part, other_lse=part_lse)
-        put(found[0], index[rank], out)
-        own_found = torch.zeros(own.shape, device="cuda")
-        for source, tile, (a, b), part in zip(sources, tiles, keys, parts, strict=True):
-            grads = block.backward(
-                take(own_grad, tile.q),
-                take(own, tile.q),
-                take(a, tile.k),
-                take(b, tile.k),
-                out=take(out, tile.q).to(q.dtype),
-                lse=take(lse, tile.q),
-                tile=tile,
-                random=part[2],
-            )
-            add(own_found, tile.q, grads[0])
-            for total, share in zip(found[2:], grads[1:], strict=True):
-                there = torch.zeros(a.shape, device="cuda")
-                add(there, tile.k, share)
-                add(total, index[source], there)
-        put(found[1], index[rank], own_found)
+        tiles = []  # with the rank that the keys are from
+        for source in [(rank - step) % layout.size for step in range(layout.size)]:
+            tiles += [(tile, source, (take(k, index[source]), take(v, index[source]))) for tile in tiling.ring(source)]
+        own = (take(q, index[rank]), take(grad, index[rank]))
+        for tensor, part in zip(found[:2], of_tiles(tiles, own, block, found[2:], index), strict=True):
+            put(tensor, index[rank], part)
     return found
 
 
@@ -101,22 +94,39 @@ def gathered_of_all(tensors: list[Tensor], layout: SequenceLayout, pattern: Patt
     """The same for keys and values that each rank has gathered."""
     q, k, v, grad = tensors
     found = [torch.zeros(tensor.shape, device="cuda") for tensor in (q, q, k, v)]
+    every = {-1: torch.arange(layout.length, device="cuda")[None]}
     for rank in range(layout.size):
         tiling = Tiling(layout.over(layout.size, rank), pattern, q.device)
         index = layout.index(rank, q.device)
-        own, own_grad = take(q, index), take(grad, index)
-        own_out, own_found = torch.zeros(own.shape, device="cuda"), torch.zeros(own.shape, device="cuda")
-        for tile in tiling.gathered():
-            out, lse, random = block.forward(take(own, tile.q), take(k, tile.k), take(v, tile.k), tile)
-            put(own_out, tile.q, out)
-            given = (take(own_grad, tile.q), take(own, tile.q), take(k, tile.k), take(v, tile.k))
-            grads = block.backward(*given, out=out.to(q.dtype), lse=lse, tile=tile, random=random)
-            put(own_found, tile.q, grads[0].float())
-            add(found[2], tile.k, grads[1])
-            add(found[3], tile.k, grads[2])
-        put(found[0], index, own_out)
-        put(found[1], index, own_found)
+        tiles = [(tile, -1, (k, v)) for tile in tiling.gathered()]
+        own = (take(q, index), take(grad, index))
+        for tensor, part in zip(found[:2], of_tiles(tiles, own, block, found[2:], every), strict=True):
+            put(tensor, index, part)
     return found
+
+
+def of_tiles(tiles: Any, own: tuple[Tensor, Tensor], block: BlockAttention, found_kv: list[Tensor], index: Any) -> list[Tensor]:
+    """Output and gradient of one rank's queries; gradients of keys and values are added where those are from."""
+    q, grad = own
+    merge, random = Merge(q), []
+    for tile, _, (k, v) in tiles:
+        parts = take(q, tile.q), take(k, tile.k), take(v, tile.k)
+        KERNELS.add((tile.form, block._kernel(parts[0], parts[1], tile)))
+        out, lse, state = block.forward(*parts, tile)
+        merge.add(tile.q, out=out, lse=lse)
+        random.append(state)
+    out, lse = merge.done()
+    grad_q = torch.zeros(q.shape, device="cuda")
+    for (tile, source, (k, v)), state in zip(tiles, random, strict=True):
+        given = take(grad, tile.q), take(q, tile.q), take(k, tile.k), take(v, tile.k)
+        after = {"out": take(out, tile.q), "lse": take(lse, tile.q)}
+        grads = block.backward(*given, **after, tile=tile, random=state)
+        add(grad_q, tile.q, grads[0])
+        for total, share in zip(found_kv, grads[1:], strict=True):
+            there = torch.zeros(k.shape, device="cuda")
+            add(there, tile.k, share)
+            add(total, index[source], there)
+    return [out.float(), grad_q]
 
 
 def check_tiles() -> None:
@@ -124,20 +134,18 @@ def check_tiles() -> None:
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     narrow = [torch.randn(LENGTH, ROWS, n, SIZE, device="cuda", generator=generator).bfloat16() for n in heads]
     wide = [tensor.float() for tensor in narrow]
-    patterns = {"causal": Pattern(), "full": Pattern(causal=False), "window": Pattern(window=100)}
-    for packed in (False, True):
+    for name, (pattern, num_real, packed) in FORMS.items():
         borders = torch.tensor(BORDERS, device="cuda") if packed else None
-        for name, pattern in patterns.items():
-            one = SequenceLayout(LENGTH, LENGTH, cu_seqlens=borders)
-            exact = gathered_of_all(wide, one, pattern, BlockAttention(kernel="math"))
-            for size in (1, 2, 4):
-                for way, run in (("ring", ring_of_all), ("gathered", gathered_of_all)):
-                    for kernel in ("math", "flash", "cudnn"):
-                        layout = SequenceLayout(LENGTH, LENGTH, size, 0, borders)
-                        title = f"{way} cp{size} {name}{' packed' if packed else ''} {kernel}"
-                        given = wide if kernel == "math" else narrow
-                        tolerance = 2e-4 if kernel == "math" else 2e-2
-                        case(title, lambda: compare(title, run(given, layout, pattern, block_of(kernel)), exact, tolerance))  # noqa: B023
+        one = SequenceLayout(LENGTH, num_real, cu_seqlens=borders)
+        exact = gathered_of_all(wide, one, pattern, BlockAttention(kernel="math"))
+        for size in (1, 2, 4):
+            layout = SequenceLayout(LENGTH, num_real, size, 0, borders)
+            for way, run in (("ring", ring_of_all), ("gathered", gathered_of_all)):
+                for kernel in ("math", "flash", "cudnn"):
+                    title = f"{way} cp{size} {name} {kernel}"
+                    given = wide if kernel == "math" else narrow
+                    tolerance = 2e-4 if kernel == "math" else 2e-2
+                    case(title, lambda: compare(title, run(given, layout, pattern, block_of(kernel)), exact, tolerance, kernel))  # noqa: B023
 
 
 def block_of(kernel: str) -> BlockAttention:
@@ -145,13 +153,16 @@ def block_of(kernel: str) -> BlockAttention:
     return BlockAttention(kernel=chosen)
 
 
-def compare(title: str, found: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+def compare(title: str, found: list[Tensor], exact: list[Tensor], tolerance: float, kernel: str) -> None:
+    used = sorted(f"{form} {own}" for form, own in KERNELS)
+    fused = kernel == "math" or not any(own == "math" for _, own in KERNELS)
+    KERNELS.clear()
     errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True)]
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in found)
     report(
         title,
-        finite and max(errors) < tolerance,
-        " ".join(f"{n} {e:.1e}" for n, e in zip(["o", "q", "k", "v"], errors, strict=True)),
+        finite and fused and max(errors) < tolerance,
+        " ".join(f"{n} {e:.1e}" for n, e in zip(["o", "q", "k", "v"], errors, strict=True)) + f"  ({', '.join(used)})",
     )
 
 
@@ -160,7 +171,7 @@ def check_speed() -> None:
     layout, device = SequenceLayout(32768, 32768, 4, 1), torch.device("cuda")
     tensors = [torch.randn(8192, 1, n, 128, device=device, dtype=torch.bfloat16) for n in (32, 8, 8, 32)]
     for name, source in (("own", 1), ("earlier", 0), ("later", 2)):
-        tile = Tiling(layout, Pattern(), device).ring(source)
+        (tile,) = Tiling(layout, Pattern(), device).ring(source)
         for kernel in ("flash", "cudnn"):
             case(f"speed {name} {kernel}", lambda: time_tile(f"speed {name} {kernel}", tensors, tile, block_of(kernel)))  # noqa: B023
 
