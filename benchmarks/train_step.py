@@ -5,7 +5,9 @@
 
 Trains on random tokens with AdamW and clipping at 1.0 and prints one JSON line: the median time of a step, tokens/s/GPU,
 model TFLOP/s/GPU (``GPTConfig.flops_per_token``: causal attention at half, recompute not counted), its share of the named
-peak, and peak memory. With ``--profile``, one more step's kernels by kind.
+peak, and peak memory. With ``--profile``, one more step's kernels by kind. With ``--bare``, the Trainer runs with a logger,
+monitors and the progress bar, its steps are not timed one by one but all together, and a plain loop over the same model and
+optimizer follows: the ratio of their times is printed.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -31,13 +34,16 @@ if "torch" not in sys.argv:  # torch's own cuDNN is faster; once that is loaded 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.bare_loop import seconds_per_step
 from benchmarks.kernel_kinds import table_of
 from benchmarks.model_shapes import PEAK_FLOPS, PEAK_NAME, SHAPES, config_of
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.callbacks import MemoryMonitor, ThroughputMonitor
 from lightning_megatron.models import GPTConfig, GPTModule
 from lightning_megatron.precision import MegatronPrecision
 
@@ -78,15 +84,19 @@ class Clock(Callback):
 
     Args:
         profiled: the step to profile; -1 for none.
+        together: the first and the last step to time together, the device at rest at both ends only; by default each.
     """
 
-    def __init__(self, profiled: int) -> None:
+    def __init__(self, profiled: int, together: tuple[int, int] | None = None) -> None:
         self.profiled, self.seconds, self.losses = profiled, list[float](), list[float]()
+        self.together = together
         self.profile: Any = None
         self._start = 0.0
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Start the clock, and the profiler for the last step."""
+        if self.together is not None and trainer.global_step != self.together[0]:
+            return
         _rest()
         if trainer.global_step == self.profiled:
             kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -97,6 +107,13 @@ class Clock(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
         """Stop the clock."""
+        if self.together is not None:
+            first, last = self.together
+            if trainer.global_step == last + 1:
+                _rest()
+                self.seconds = [(time.perf_counter() - self._start) / (last + 1 - first)] * (last + 1)
+                self.losses = [float(outputs["loss"])] * 2
+            return
         _rest()
         self.seconds.append(time.perf_counter() - self._start)
         self.losses.append(float(outputs["loss"]))
@@ -128,11 +145,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     dp = world // (options.tp * options.pp * options.cp)
     config = config_of(options.shape, options.seq, **json.loads(options.config))
-    clock = Clock(options.warmup + options.steps if options.profile else -1)
+    together = (options.warmup, options.warmup + options.steps - 1) if options.bare else None
+    clock = Clock(options.warmup + options.steps if options.profile else -1, together)
     num_steps = options.warmup + options.steps + options.profile
     backend: dict[str, Any] = {"backend": options.backend} if options.backend else {}
     backend |= {"recompute": options.recompute.split(",")} if options.recompute else {}
-    backend |= {"offload_activations": options.offload}
+    backend |= {"offload_activations": options.offload, "cuda_graphs": options.graphs}
     strategy = MegatronStrategy(
         tp=options.tp, pp=options.pp, vpp=options.vpp, cp=options.cp, micro_batch_size=options.mbs, **backend
     )
@@ -144,17 +162,25 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         max_steps=num_steps,
         gradient_clip_val=1.0,
-        logger=False,
+        logger=CSVLogger(tempfile.mkdtemp()) if options.bare else False,
+        log_every_n_steps=1 if options.bare else 50,
         enable_checkpointing=False,
-        enable_progress_bar=options.bar,
+        enable_progress_bar=options.bar or options.bare,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[clock, *([SyncFinder()] if options.syncs else [])],
+        callbacks=[*_monitors(options), clock],
     )
     per_replica = options.gbs // dp
     data = RandomTokens(config, seq_len=options.seq, num_samples=per_replica * num_steps)
-    trainer.fit(Module(config), DataLoader(data, batch_size=per_replica))
+    module = Module(config)
+    loader = DataLoader(data, batch_size=per_replica)
+    trainer.fit(module, loader)
     seconds = statistics.median(clock.seconds[options.warmup : options.warmup + options.steps])
+    bare = {}
+    if options.bare:
+        batches = list(loader)[: options.warmup + options.steps]
+        alone = seconds_per_step(strategy, module, batches, mbs=options.mbs, warmup=options.warmup)
+        bare = {"bare_step_s": round(alone, 4), "trainer_to_bare": round(seconds / alone, 4)}
     peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0)
     if dist.is_initialized() and world > 1:
         peak = peak.to(strategy.root_device)
@@ -171,8 +197,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         **{"mfu": round(flops / PEAK_FLOPS, 4), "peak": PEAK_NAME, "mem_gib": round(float(peak), 2)},
         "all_s": [round(each, 4) for each in clock.seconds],
         "loss": [round(each, 3) for each in clock.losses[:2] + clock.losses[-1:]],
+        **bare,
         "is_main": trainer.global_rank == 0,
     }
+
+
+def _monitors(options: argparse.Namespace) -> list[Callback]:
+    found: list[Callback] = [SyncFinder()] if options.syncs else []
+    return [*found, ThroughputMonitor(2), MemoryMonitor(2), LearningRateMonitor("step")] if options.bare else found
 
 
 def measure_peer(options: argparse.Namespace) -> dict[str, Any]:
@@ -205,11 +237,15 @@ def main() -> None:
     parser.add_argument("--recompute", default="", help="names with commas between them: full, selective, mlp, ...")
     parser.add_argument("--offload", action="store_true", help="what layers save waits on the host")
     parser.add_argument("--config", default="{}", help="further fields of GPTConfig, as JSON")
+    parser.add_argument("--graphs", action="store_true", help="layers as CUDA graphs")
+    parser.add_argument("--bare", action="store_true", help="against a plain loop, with monitors, logger and progress bar on")
     parser.add_argument("--bar", action="store_true", help="show the progress bar")
     parser.add_argument("--profile", action="store_true", help="kernels of one more step, by kind")
     parser.add_argument("--syncs", action="store_true", help="say where the third step makes the host wait")
     parser.add_argument("--vs-megatron", default="", metavar="PATH", help="the peer's script, run afterwards")
     options = parser.parse_args()
+    if options.bare and options.tp * options.pp * options.cp * int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        parser.error("--bare is for one rank: the plain loop has no schedule")
     warnings.filterwarnings("default" if options.syncs else "ignore")
     result = measure(options)
     if not result.pop("is_main"):
