@@ -1,14 +1,15 @@
 """Environment variables that libraries read once, chosen by the layout; and what is said about them.
 
-What the user has set is never changed. Variables that CUDA reads when it starts are set only before that; processes that
-this one starts have them in any case.
+What the user has set is never changed. Variables that CUDA reads when it starts are set only before that (importing
+Transformer Engine starts it); processes that this one starts have them in any case. The allocator is told directly, which it
+hears at any time: memory that it has taken stays as it is, and what it takes from then on is as it was told.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +39,15 @@ class Setting:
     other_names: tuple[str, ...] = ()
 
 
-def settings_for(parallelism: Parallelism, *, capability: tuple[int, int] | None) -> list[Setting]:
+def settings_for(
+    parallelism: Parallelism, *, capability: tuple[int, int] | None, allocator_listens: bool = True
+) -> list[Setting]:
     """What a layout wants.
 
     Args:
         parallelism: the layout.
         capability: of the GPU; ``None`` if it is not known.
+        allocator_listens: whether torch's allocator can be told after CUDA has started.
     """
     settings = []
     axes = [f"{name}={size}" for name, size in (("tp", parallelism.tp), ("cp", parallelism.cp)) if size > 1]
@@ -53,7 +57,8 @@ def settings_for(parallelism: Parallelism, *, capability: tuple[int, int] | None
         why = f"{', '.join(axes)}: collectives start before the products that they run beside"
         settings.append(Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", why, before_cuda=True))
     why = "memory that is let go fits again"
-    settings.append(Setting(_ALLOCATOR[0], "expandable_segments:True", why, before_cuda=True, other_names=_ALLOCATOR[1:]))
+    late, others = not allocator_listens, _ALLOCATOR[1:]
+    settings.append(Setting(_ALLOCATOR[0], "expandable_segments:True", why, before_cuda=late, other_names=others))
     why = "groups of two ranks are meant"
     settings.append(Setting("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false", why))
     return settings
@@ -90,12 +95,19 @@ def set_environment(parallelism: Parallelism, device: torch.device) -> str | Non
         return None
     has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     capability = torch.cuda.get_device_capability(device) if has_started else _capability_by_driver()
-    done, line = apply(settings_for(parallelism, capability=capability), os.environ, cuda_has_started=has_started)
-    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    setter = _allocator_setter()
+    settings = settings_for(parallelism, capability=capability, allocator_listens=setter is not None)
+    done, line = apply(settings, os.environ, cuda_has_started=has_started)
     for setting in done:
         if setting.name in _ALLOCATOR and setter is not None:
             setter(setting.value)  # torch may have read its variable when it was imported
     return line
+
+
+def _allocator_setter() -> Callable[[str], None] | None:
+    """Tells torch's allocator what its variable would have; the second name is that of torch before 2.9."""
+    names = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
+    return next((setter for name in names if (setter := getattr(torch._C, name, None)) is not None), None)
 
 
 def _capability_by_driver() -> tuple[int, int] | None:

@@ -34,7 +34,9 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.graphs import graphs_of
 from lightning_megatron.layers.te_backend import why_unavailable
 from lightning_megatron.models import GPT, GPTConfig
+from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.precision import MegatronPrecision
+from lightning_megatron.strategy.environment import set_environment
 
 WORLD, LOCAL = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 1024, "max_seq_len": 1024}
@@ -165,8 +167,22 @@ def step_time(config: GPTConfig, **options: Any) -> str:
     return f"{medians[0] * 1e3:.2f} ms a batch, {medians[1] * 1e3:.2f} with graphs, ratio {medians[0] / medians[1]:.2f}"
 
 
+def allocator() -> str:
+    """Told after CUDA has started, as it is where Transformer Engine was imported first: new segments are expandable."""
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        return "left out: it is set in the shell"
+    torch.ones(1, device="cuda")
+    line = set_environment(Parallelism(), torch.device("cuda", 0))
+    held = torch.empty(1 << 26, device="cuda")
+    segments = torch.cuda.memory_snapshot()
+    (mine,) = [one for one in segments if one["address"] <= held.data_ptr() < one["address"] + one["total_size"]]
+    assert mine["is_expandable"], line
+    return str(line)
+
+
 def one_rank() -> None:
     """What one process can show."""
+    case("allocator", allocator)
     dropping = replace(LLAMA, hidden_dropout=0.1, attention_dropout=0.1)
     backends = ["torch", *(["te"] if why_unavailable() is None else [])]
     for backend in backends:

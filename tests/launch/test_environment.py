@@ -58,8 +58,17 @@ def test_what_the_user_has_set_stays(name: str) -> None:
 def test_what_would_come_too_late_is_not_set() -> None:
     environ: dict[str, str] = {}
     _, line = apply(settings_for(Parallelism(tp=2), capability=HOPPER), environ, cuda_has_started=True)
-    assert list(environ) == ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"]
+    assert list(environ) == [ALLOCATOR, "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"]
     assert f"not {CONNECTIONS}=1: CUDA has started already" in line
+    assert f"{ALLOCATOR}=expandable_segments:True (" in line  # torch's allocator is told itself, at any time
+
+
+def test_an_allocator_that_does_not_listen_any_more_is_said() -> None:
+    environ: dict[str, str] = {}
+    settings = settings_for(Parallelism(), capability=HOPPER, allocator_listens=False)
+    _, line = apply(settings, environ, cuda_has_started=True)
+    assert ALLOCATOR not in environ
+    assert f"not {ALLOCATOR}=expandable_segments:True: CUDA has started already" in line
 
 
 def test_a_run_on_the_host_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
