@@ -154,7 +154,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     strategy = MegatronStrategy(
         tp=options.tp, pp=options.pp, vpp=options.vpp, cp=options.cp, micro_batch_size=options.mbs, **backend
     )
-    fp8 = {"fp8": options.fp8, "fp8_head": options.fp8_head} if options.fp8 else {}
+    narrow = {name: getattr(options, name) for name in ("fp8_head", "fp8_attention", "fp8_params")}
+    fp8: dict[str, Any] = {"fp8": options.fp8, **narrow} if options.fp8 else {}
     trainer = L.Trainer(
         strategy=strategy,
         plugins=[MegatronPrecision("bf16-mixed", **fp8)],
@@ -187,7 +188,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     rate = options.gbs * options.seq / seconds / world
     flops = rate * config.flops_per_token(options.seq)
-    names = ("tp", "pp", "vpp", "cp", "seq", "mbs", "gbs", "fp8", "fp8_head", "backend")
+    names = ("tp", "pp", "vpp", "cp", "seq", "mbs", "gbs", "fp8", *narrow, "backend")
     layout = {name: getattr(options, name) for name in names}
     if trainer.global_rank == 0 and clock.profile is not None:
         print(table_of(clock.profile), flush=True)
@@ -233,6 +234,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--fp8", default="", help="delayed, current, blockwise")
     parser.add_argument("--fp8-head", action="store_true", help="the vocabulary head in 8 bits as well, which the peer has not")
+    parser.add_argument("--fp8-attention", action="store_true", help="attention in 8 bits as well")
+    parser.add_argument("--fp8-params", action="store_true", help="parameters in 8 bits")
     parser.add_argument("--backend", default="", help="torch, te or auto; the strategy's own choice if not given")
     parser.add_argument("--recompute", default="", help="names with commas between them: full, selective, mlp, ...")
     parser.add_argument("--offload", action="store_true", help="what layers save waits on the host")

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.choice import choose_backend
 from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, Scales, TeBackend
+from lightning_megatron.layers.te_backend.scales import AttentionSlots
 from lightning_megatron.layers.te_backend.te_operations import TeOperations
 from lightning_megatron.mesh import Mesh, use_mesh
 from lightning_megatron.models import GPT, GPTConfig
@@ -42,6 +44,7 @@ LLAMA = GPTConfig(**SIZES, num_kv_heads=4, ffn_hidden_size=1024, init_std=0.05)
 GPT2 = GPTConfig(
     **SIZES, init_std=0.05, position="learned", norm="layernorm", activation="gelu", bias=True, tied_embeddings=True
 )
+WIDE_HEADS = replace(LLAMA, num_heads=4, num_kv_heads=2)  # heads of 128, the only ones for attention in 8 bits
 CONFIGS = {"llama": LLAMA, "gpt2": GPT2}
 STEPS, BATCH = 20, 8
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -54,6 +57,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {"tp2 pp2": {"tp": 2, "pp": 2}, "tp4+sp": {"tp": 4}},
 }
+FURTHER = ("delayed+attention", "current+attention")
 FAILED: list[str] = []
 
 
@@ -155,6 +159,60 @@ def pointwise(fast: Any, plain: Any, slots: list[Any], inputs: dict[str, Tensor]
     return {f"{'known' if is_warm else 'own'} {name}": value for name, value in worst.items()}
 
 
+def attention(device: torch.device) -> str:
+    """cuDNN's attention in 8 bits, against the same in plain torch and against fp32; a line for each step of it."""
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    print(f"  cuDNN {get_cudnn_version()}, torch says {torch.backends.cudnn.version()}", flush=True)
+    options = Fp8Options(attention=True)
+    shown = []
+    for sizes in ((256, 2, 4, 2), (1024, 1, 8, 8), (2048, 1, 32, 8)):
+        scales = Scales(options)
+        slots = AttentionSlots.of(scales)
+        scales.prepare(device)
+        torch.manual_seed(0)
+        length, batch, heads, groups = sizes
+        fused = torch.randn(length, batch, (heads + 2 * groups) * 128, device=device, dtype=torch.bfloat16)
+        parts = fused.split([heads * 128, groups * 128, groups * 128], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, 128)) for part in parts)
+        grad = torch.randn_like(q) * 1e-5
+        fast, plain = TeOperations(options, device=device), PlainOperations(options)
+        expected = fp32_attention(q, k, v, grad)
+        for name, amax in zip(("qkv", "out", "grad_out", "grad_scores", "grad_qkv"), (6, 4, 5e-5, 3e-3, 3e-4), strict=True):
+            getattr(slots, name).amax.fill_(amax)
+        for attempt in range(2):
+            scales.advance(lambda numbers: numbers)
+            made = []
+            for ops in (fast, plain):
+                out, kept = ops.attend(q, k, v, slots, record=True)
+                torch.cuda.synchronize()
+                print(f"  {sizes} {type(ops).__name__} forward {relative(out, expected[0]):.1e} of fp32", flush=True)
+                grads = ops.attend_backward(grad, kept, slots)
+                torch.cuda.synchronize()
+                errors = [f"{relative(one, other):.1e}" for one, other in zip(grads, expected[1:], strict=True)]
+                amaxes = [f"{float(slot.amax):.2e}" for slot in (slots.out, slots.grad_scores, slots.grad_qkv)]
+                print(f"  {sizes} {type(ops).__name__} backward {errors} of fp32, amaxes {amaxes}", flush=True)
+                made.append([out, *grads])
+                if ops is fast:
+                    for amax in scales.tensors[2]:
+                        amax.zero_()  # the second step is by what plain torch has met
+            errors = [relative(one, other) for one, other in zip(made[0], expected, strict=True)]
+            apart = [relative(one, other) for one, other in zip(*made, strict=True)]
+            assert errors[0] < 0.1, (sizes, attempt, errors)
+            assert max(errors[1:]) < 0.25, (sizes, attempt, errors)
+            shown.append(" ".join(f"{error:.2f}" for error in errors) + f" ({max(apart):.2f} from plain torch)")
+    return "; ".join(shown)
+
+
+def fp32_attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    """Causal attention of ``[S, B, h, d]`` and its gradients, in fp32."""
+    wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in wide)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
+    return [out.detach(), *torch.autograd.grad(out, wide, grad.float())]
+
+
 def model(config: GPTConfig, device: torch.device, dtype: torch.dtype, backend: Any = None) -> GPT:
     """On one rank, the same values whatever the backend."""
     with use_mesh(Mesh(device=device)):
@@ -206,7 +264,8 @@ def twenty_steps(device: torch.device) -> str:
 
 def loss_curve(fp8: str, steps: int = 80) -> str:
     """FP8 against bf16: the mean loss of each tenth of the run."""
-    curves = [train({}, recipe, steps=steps, backend="te") for recipe in (None, fp8)]
+    config = config_for(fp8)
+    curves = [train({}, recipe, steps=steps, backend="te", config=config) for recipe in (None, fp8)]
     tenths = [torch.tensor(curve).view(-1, steps // 10).mean(1) for curve in curves]
     error = float((tenths[1] / tenths[0] - 1).abs().max())
     assert error < 0.02, tenths
@@ -219,15 +278,16 @@ def loss_curve(fp8: str, steps: int = 80) -> str:
 class Module(L.LightningModule):
     """A GPT as any user would train it."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.config = config
         self.model: GPT | None = None
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
         """Build it under the strategy's mesh and backend."""
         if self.model is None:
-            self.model = GPT(LLAMA)
+            self.model = GPT(self.config)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """The mean loss."""
@@ -245,17 +305,30 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
 
 
+def config_for(fp8: str | None) -> GPTConfig:
+    """The model for a recipe and what goes with it: ``delayed+attention``."""
+    return WIDE_HEADS if fp8 is not None and "attention" in fp8 else LLAMA
+
+
 def train(
-    layout: dict[str, Any], fp8: Any, *, steps: int = STEPS, backend: str = "te", precision: Any = "bf16-mixed"
+    layout: dict[str, Any],
+    fp8: str | None,
+    *,
+    steps: int = STEPS,
+    backend: str = "te",
+    precision: Any = "bf16-mixed",
+    config: GPTConfig | None = None,
 ) -> list[float]:
-    """Losses of a run through the Trainer, the same global batches under every layout."""
+    """Losses of a run through the Trainer, the same global batches under every layout. ``fp8``: see ``config_for``."""
     L.seed_everything(3, verbose=False)
     world, one_gpu = int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.device_count() == 1
     strategy = MegatronStrategy(**layout, micro_batch_size=2, backend=backend)  # type: ignore[arg-type]
-    module = Module()
+    module = Module(config or config_for(fp8))
+    recipe, *options = (fp8 or "").split("+")
+    narrow: dict[str, Any] = {"fp8": recipe or None, **{f"fp8_{name}": True for name in options}}
     trainer = L.Trainer(
         strategy=strategy,
-        plugins=[MegatronPrecision(precision, fp8=fp8)],
+        plugins=[MegatronPrecision(precision, **narrow)],
         accelerator="gpu",
         devices=1 if one_gpu else world,
         num_nodes=world if one_gpu else 1,
@@ -288,10 +361,11 @@ def main() -> None:
     recipes: tuple[Any, ...] = (None, "delayed", "current")
     cases: dict[str, Callable[[], str]] = {}
     if sys.argv[1:] == ["reference"]:
-        REFERENCE.write_text(json.dumps({str(fp8): train({}, fp8) for fp8 in recipes}))
+        REFERENCE.write_text(json.dumps({str(fp8): train({}, fp8) for fp8 in (*recipes, *FURTHER)}))
         return
     if world_size == 1:
         cases["operations"] = partial(operations, device)
+        cases["attention operations"] = partial(attention, device)
         for name, config in CONFIGS.items():
             cases[f"{name} torch bf16 against fp32"] = partial(against_fp32, config, device, None, "torch")
             for fp8 in (*recipes, "blockwise"):
@@ -299,11 +373,15 @@ def main() -> None:
         cases["twenty steps"] = partial(twenty_steps, device)
         for fp8 in ("delayed", "current"):
             cases[f"loss curve {fp8}"] = partial(loss_curve, fp8)
+        for fp8 in FURTHER:
+            cases[f"loss curve {fp8}"] = partial(loss_curve, fp8, steps=40)
     else:
         reference = json.loads(REFERENCE.read_text())
         for name, layout in LAYOUTS[world_size].items():
             for fp8 in recipes if "vpp" in name or "sp" in name else ("delayed",):
                 cases[f"{name} {fp8 or 'bf16'}"] = partial(under_layout, layout, fp8, reference[str(fp8)])
+            for fp8 in FURTHER if name in ("tp2+sp", "dp2") else ():
+                cases[f"{name} {fp8}"] = partial(under_layout, layout, fp8, reference[fp8])
     wanted = sys.argv[1:]
     for name, run in cases.items():
         if not wanted or any(part in name for part in wanted):
