@@ -17,6 +17,10 @@ accumulation, which start reductions, do not run in a capture, and all run after
 Note [Random numbers in a graph]
 A graph takes seed and offset of the default generator when it is replayed, and draws from there as its layer would. Layers are
 seeded by name before each is called (pipeline/model.py), so masks are those of a run without graphs, bit by bit.
+
+Note [8 bits in a graph]
+Factors and largest magnitudes lie in place (te_backend/scales.py). A weight in 8 bits is made once for an optimizer step: not
+in the graph, but before the first replay of the step, where the graph looks for it.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.layers.rope import RopeTables
 from lightning_megatron.layers.sequence import SequenceContext
+from lightning_megatron.layers.te_backend.functions import Job
 from lightning_megatron.optim.guard import ForwardWait
 from lightning_megatron.weight_gradients import arrivals_of, is_accumulated, is_summed, run_hooks, sum_of
 
@@ -137,7 +142,7 @@ class CapturedLayers:
         static = hidden.detach().clone().requires_grad_(hidden.requires_grad)
         self._layers = [_CapturedLayer(layer, call) for layer, call in zip(layers, calls, strict=True)]
         for layer in self._layers:
-            layer.wait()
+            layer.prepare()
         with torch.enable_grad(), recorder.recording():
             for layer in self._layers:
                 static = layer.record_forward(recorder, static, self._context)
@@ -169,7 +174,7 @@ class CapturedLayers:
     def run(self, index: int, hidden: Tensor, lease: Lease) -> Tensor:
         """Forward of one layer: ``[S/tp, B, H] -> [S/tp, B, H]``. What is returned is written over by the next micro-batch."""
         layer = self._layers[index]
-        layer.wait()
+        layer.prepare()
         anchor = self._anchor if layer.has_backward else None
         result: Tensor = _Replayed.apply(hidden, anchor, layer, lease)  # type: ignore[no-untyped-call]
         return result
@@ -184,6 +189,10 @@ class _CapturedLayer:
         self._totals = [_total(param) for param in self._trained]
         hooks = [(child, hook) for child in module.modules() for hook in child._forward_pre_hooks.values()]
         self._waits = [(child, hook) for child, hook in hooks if isinstance(hook, ForwardWait)]
+        jobs: list[tuple[Any, Any]] = [(child, getattr(child, "job", None)) for child in module.modules()]
+        self._narrow = [child for child, job in jobs if isinstance(job, Job) and job.operations.is_narrow]
+        for child in self._narrow:
+            child.job.cache.is_pinned = True
         self.has_backward = self.is_last_backward = False
 
     @property
@@ -193,10 +202,12 @@ class _CapturedLayer:
             sum_of(param) is total for param, total in zip(self._trained, self._totals, strict=True)
         )
 
-    def wait(self) -> None:
-        """Wait for parameters on their way, as the hooks do that a replay leaves out."""
+    def prepare(self) -> None:
+        """Wait for parameters on their way, as the hooks do that a replay leaves out, and make 8 bits of those that changed."""
         for child, hook in self._waits:
             hook(child, ())
+        for child in self._narrow:
+            child.job.cache.get(child.weight, child.job.operations, child.scales.epoch)
 
     # Capture
 

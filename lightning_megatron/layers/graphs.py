@@ -20,7 +20,7 @@ from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.graph_capture import CapturedLayers, CudaRecorder, Lease, Recorder
 from lightning_megatron.layers.instead import Instead, layers_of
 from lightning_megatron.layers.sequence import SequenceContext
-from lightning_megatron.layers.te_backend import scales_of
+from lightning_megatron.layers.te_backend import Scales, scales_of
 from lightning_megatron.layers.transformer import TransformerLayer
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.guard import ForwardWait
@@ -35,14 +35,17 @@ class LayerGraphs:
 
     Args:
         layers: in the order in which the model calls them, with what each is called by.
+        scales: the FP8 factors that layers use.
         recorder: makes graphs; made when it is needed if not given.
 
     Attributes:
         num_replayed: micro-batches whose forwards were replayed.
     """
 
-    def __init__(self, layers: Sequence[_Graphed] = (), *, recorder: Recorder | None = None) -> None:
-        self._layers, self._recorder = list(layers), recorder
+    def __init__(
+        self, layers: Sequence[_Graphed] = (), *, scales: Sequence[Scales] = (), recorder: Recorder | None = None
+    ) -> None:
+        self._layers, self._scales, self._recorder = list(layers), list(scales), recorder
         self._captured: CapturedLayers | None = None
         self._key: Hashable = None
         self._num_seen = 0
@@ -90,7 +93,9 @@ class LayerGraphs:
         if self._captured is not None and not self._captured.is_valid:
             self._captured, self._num_seen = None, 0
         if self._captured is None:
-            self._num_seen = self._num_seen + 1 if key == self._key else 1
+            # Without a history of magnitudes layers do other things than with one.
+            is_warm = all(scales.is_warm or not scales.keeps_history for scales in self._scales)
+            self._num_seen = (self._num_seen + 1 if key == self._key else 1) if is_warm else 0
             self._key = key
             if self._num_seen <= WARM_UP or not self._can_capture():
                 return None
@@ -157,8 +162,12 @@ def graph_layers(module: nn.Module, mesh: Mesh, *, recorder: Recorder | None = N
             f"cuda_graphs=True captures the layers of lightning_megatron models, but of {type(module).__name__} {found}: what "
             f"it does may not be the same each time. Set cuda_graphs=False."
         )
-    if scales_of(module):
-        raise ValueError("cuda_graphs=True does not go with fp8 in this version; set cuda_graphs=False, or leave out fp8.")
+    scales = scales_of(module)
+    for recipe in (one.options.recipe for one in scales if not one.options.is_per_tensor):
+        raise ValueError(
+            f"cuda_graphs=True goes with fp8='delayed' and 'current' in this version, not with {recipe!r}; choose one of them, "
+            f"or set cuda_graphs=False."
+        )
     if mesh.tp.size > 1 and any(_drops(layer.module) for layer in layers):
         raise ValueError(
             f"cuda_graphs=True does not go with dropout under tp={mesh.tp.size}: tensor-parallel ranks seed their generators "
@@ -170,7 +179,7 @@ def graph_layers(module: nn.Module, mesh: Mesh, *, recorder: Recorder | None = N
         stack.append(_Graphed(layer.module, len(stack)))
     found_graphs = []
     for stack in made.values():
-        graphs = LayerGraphs(stack, recorder=recorder)
+        graphs = LayerGraphs(stack, scales=scales, recorder=recorder)
         for graphed in stack:
             graphed.graphs = graphs
             graphed.put()

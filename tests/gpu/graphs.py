@@ -107,14 +107,20 @@ class Module(L.LightningModule):
 
 
 def trained(
-    config: GPTConfig, *, fp8: str | None = None, short: int | None = None, length: int = 256, **layout: Any
+    config: GPTConfig,
+    *,
+    fp8: str | None = None,
+    fp8_attention: bool = False,
+    short: int | None = None,
+    length: int = 256,
+    **layout: Any,
 ) -> tuple[Module, Any]:
     """Four steps of three batches of two micro-batches, with validation between; the module and its weights."""
     L.seed_everything(3, verbose=False)
     strategy = MegatronStrategy(micro_batch_size=BATCH // 2, **layout)
     trainer = L.Trainer(
         strategy=strategy,
-        plugins=[MegatronPrecision("bf16-mixed", **({"fp8": fp8} if fp8 else {}))],
+        plugins=[MegatronPrecision("bf16-mixed", **({"fp8": fp8, "fp8_attention": fp8_attention} if fp8 else {}))],
         accelerator="gpu",
         devices=1,
         num_nodes=WORLD,
@@ -191,6 +197,11 @@ def one_rank() -> None:
         case(f"llama of 1024 tokens, {backend}", partial(same_bits, LLAMA, backend=backend, length=1024))
     case("llama with dropout in attention too, torch", partial(same_bits, dropping, backend="torch"))
     case("every third batch shorter", lambda: same_bits(dropping, backend="torch", short=2, fraction=0.3))
+    if "te" in backends:
+        for recipe in ("delayed", "current"):
+            case(f"llama, fp8 {recipe}", partial(same_bits, LLAMA, fp8=recipe))
+        attending = replace(LLAMA, num_heads=4, num_kv_heads=2)
+        case("llama, fp8 delayed with attention", partial(same_bits, attending, fp8="delayed", fp8_attention=True))
     if "--time" in sys.argv:
         case("time, 24 layers of 512", lambda: step_time(SMALL, backend="torch"))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.graphs import WARM_UP, LayerGraphs, graph_layers, graphs_of
+from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, TeBackend, scales_of
 from lightning_megatron.mesh import Mesh, current_mesh
 from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.strategy import prepare
@@ -52,9 +53,10 @@ class Again:
         return result, replay
 
 
-def opened(config: GPTConfig, *, graphs: bool) -> tuple[GPT, list[LayerGraphs]]:
+def opened(config: GPTConfig, *, graphs: bool, fp8: Fp8Options | None = None) -> tuple[GPT, list[LayerGraphs]]:
     """A model whose gradients have sums, as an optimizer of ours keeps them."""
-    model = GPT(config, seed=0)
+    dtype = torch.float32 if fp8 is None else torch.bfloat16
+    model = GPT(config, seed=0, dtype=dtype, backend=None if fp8 is None else TeBackend(PlainOperations(fp8), fp8))
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
         open_sum(param, param.grad)
@@ -112,6 +114,24 @@ def test_sums_that_count_as_zero_are_written_over_and_others_added_to() -> None:
             assert backward(graphed, 10 * step + part) == backward(eager, 10 * step + part)
         assert_same(graphed, eager)
     assert graphs.num_replayed == 6
+
+
+@pytest.mark.parametrize("options", [{}, {"recipe": "current"}, {"attention": True}], ids=str)
+def test_factors_and_weights_in_8_bits_follow_the_steps(options: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 64, "num_layers": 2}
+    config, fp8 = replace(LLAMA_GQA, **sizes), Fp8Options(**options)
+    (eager, _), (graphed, (graphs,)) = opened(config, graphs=False, fp8=fp8), opened(config, graphs=True, fp8=fp8)
+    for step in range(5):
+        for part in range(2):
+            assert backward(graphed, 2 * step + part) == backward(eager, 2 * step + part)
+        assert_same(graphed, eager)
+        for model in (eager, graphed):
+            (scales,) = scales_of(model)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(1.1)
+            scales.advance(lambda numbers: numbers)
+    assert graphs.num_replayed == 10 - WARM_UP - (2 if fp8.recipe == "delayed" or fp8.attention else 0)
 
 
 def test_a_gradient_from_elsewhere_stays_in_its_sum() -> None:

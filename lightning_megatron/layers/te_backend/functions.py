@@ -32,9 +32,14 @@ from lightning_megatron.weight_gradients import now_or_later, waits
 
 
 class WeightCache:
-    """One weight in 8 bits, made once for all micro-batches of an optimizer step."""
+    """One weight in 8 bits, made once for all micro-batches of an optimizer step.
+
+    Attributes:
+        is_pinned: somebody knows where it lies (a CUDA graph): it is made anew in the same place.
+    """
 
     def __init__(self) -> None:
+        self.is_pinned = False
         self._key: tuple[object, ...] | None = None
         self._narrow: Narrow = None
 
@@ -50,7 +55,11 @@ class WeightCache:
             return weight.detach()
         key = (epoch, weight._version, weight.data_ptr())
         if key != self._key:
-            self._narrow, self._key = operations.quantize_weight(weight), key
+            made, self._key = operations.quantize_weight(weight), key
+            if self.is_pinned and self._narrow is not None:
+                _overwrite(self._narrow, made)
+            else:
+                self._narrow = made
         return self._narrow
 
 
@@ -273,6 +282,16 @@ def _save(ctx: Any, *items: Tensor | Narrow | None) -> None:
             shells.append(shell)
     ctx.shells = shells
     ctx.save_for_backward(*tensors)
+
+
+@torch.no_grad()
+def _overwrite(narrow: Narrow, made: Narrow) -> None:
+    """Put what ``made`` holds, which is empty afterwards, where ``narrow`` lies."""
+    places, shell = narrow.prepare_for_saving()
+    for place, part in zip(places, made.prepare_for_saving()[0], strict=True):
+        if place is not None:
+            place.copy_(part)
+    shell.restore_from_saved(places)
 
 
 def _saved(ctx: Any) -> Sequence[Any]:
