@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 4096  # elements of rows that a program works on at once
-_PROGRAMS_PER_SM = 4
+_PROGRAMS_PER_SM = 3
 
 
 def rms_norm_forward(hidden: Tensor, added: Tensor | None, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor, Tensor]:
