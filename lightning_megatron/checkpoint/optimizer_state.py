@@ -22,9 +22,9 @@ from lightning_megatron.checkpoint.ranks import Ranks
 from lightning_megatron.checkpoint.state import placeholder
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer, Shard
+from lightning_megatron.optim.kept import Kept
 from lightning_megatron.sharding import Box
 
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES = ("params", "param_names")  # entries of a param group that list its parameters
 
 
@@ -47,10 +47,11 @@ def _own_parts(
     """``{parameter: {key: value}}`` of the states and ``{parameter: value}`` of the main parameters that are copies."""
     state: dict[str, dict[str, Any]] = {}
     main: dict[str, BoxedTensor] = {}
+    distributed_optimizer.kept.settle()
     for shard in distributed_optimizer.shards:
-        if is_copy(shard) and (part := _owned(shard, shard.main, mesh)).parts:
+        if is_copy(shard) and (part := _owned(shard, distributed_optimizer.kept.main(shard), mesh)).parts:
             main[shard.name] = part
-        for key, value in distributed_optimizer.optimizer.state.get(shard.main, {}).items():
+        for key, value in distributed_optimizer.kept.states(shard).items():
             if not _is_flat(value, shard):
                 state.setdefault(shard.name, {})[key] = value.detach() if isinstance(value, Tensor) else value
             elif (part := _owned(shard, value, mesh)).parts:
@@ -64,10 +65,15 @@ def is_copy(shard: Shard) -> bool:
 
 
 def _is_flat(value: Any, shard: Shard) -> bool:
-    return isinstance(value, Tensor) and value.shape == shard.main.shape
+    return _is_kept(value) or (isinstance(value, Tensor) and value.shape == shard.main.shape)
 
 
-def _owned(shard: Shard, values: Tensor, mesh: Mesh) -> BoxedTensor:
+def _is_kept(value: Any) -> bool:
+    """Whether it is a ``Kept``."""
+    return hasattr(value, "read") and hasattr(value, "write")
+
+
+def _owned(shard: Shard, values: Tensor | Kept, mesh: Mesh) -> BoxedTensor:
     tied_elsewhere = shard.sharding.tied and not mesh["ends"].is_first
 
     def keep(box: Box) -> bool:
@@ -76,7 +82,9 @@ def _owned(shard: Shard, values: Tensor, mesh: Mesh) -> BoxedTensor:
     return _boxed(shard, values, keep)
 
 
-def _boxed(shard: Shard, values: Tensor, keep: Any = every_box) -> BoxedTensor:
+def _boxed(shard: Shard, values: Tensor | Kept, keep: Any = every_box) -> BoxedTensor:
+    if not isinstance(values, Tensor):
+        return BoxedTensor.from_kept(values, shard.start, shard.stop, shard.sharding, keep=keep)
     flat = values.detach().reshape(-1)
     return BoxedTensor.from_flat_slice(flat, shard.start, shard.stop, shard.shape, shard.sharding, keep=keep)
 
@@ -166,7 +174,7 @@ class OptimizerTarget:
         self._paths: dict[str, tuple[Any, ...]] = {}
         self._states: dict[str, dict[str, str]] = {}
         self.tensors: dict[str, Any] = {}
-        self._flat: list[tuple[Shard, str, Tensor]] = []
+        self._flat: list[tuple[Shard, str, Tensor | Kept]] = []
         self._plain: list[tuple[Shard, str, str]] = []
         self._uncopied: list[Shard] = []
         head, saved = f"optimizer_{number}", index.state_dict_metadata
@@ -190,13 +198,13 @@ class OptimizerTarget:
         if is_copy(shard):
             key = f"{head}.main.{shard.name}"
             if key in saved:
-                self._put(key, _boxed(shard, shard.main))
+                self._put(key, _boxed(shard, self._distributed.kept.main(shard)))
             else:
                 self._uncopied.append(shard)
         for name, key in self._states.get(shard.name, {}).items():
             entry = saved[key]
             if name not in self._single and _has_shape(entry, shard):
-                values = self._allocated(shard, name, entry.properties.dtype)
+                values = self._distributed.kept.place_for(shard, name, entry.properties.dtype)
                 self._flat.append((shard, name, values))
                 self._put(key, _boxed(shard, values))
             else:
@@ -207,29 +215,17 @@ class OptimizerTarget:
         if boxed.parts:  # a slice may hold padding rows alone
             self.tensors[key] = boxed
 
-    def _allocated(self, shard: Shard, name: str, saved: torch.dtype) -> Tensor:
-        """Memory for a state, in the dtype and at the place where it is kept between steps."""
-        place, dtype = self._distributed.keeps_states(shard)
-        dtype = dtype if dtype is not None and saved in _FLOATING else saved
-        existing = self._optimizer.state.get(shard.main, {}).get(name)
-        if _is_flat(existing, shard) and existing.dtype == dtype:
-            return existing  # type: ignore[no-any-return]
-        pinned = place.type == "cpu" and shard.main.is_cuda
-        return torch.zeros(shard.main.shape, dtype=dtype, device=place, pin_memory=pinned)
-
     @torch.no_grad()
     def finish(self, loaded: dict[str, Any]) -> None:
         """Install the states and the hyperparameters; fill main parameters that the checkpoint has none of."""
         groups = {id(main): group for group in self._optimizer.param_groups for main in group["params"]}
-        states: dict[Tensor, dict[str, Any]] = {shard.main: {} for shard in self._distributed.shards}
+        states: dict[Shard, dict[str, Any]] = {shard: {} for shard in self._distributed.shards}
         for shard, name, values in self._flat:
-            states[shard.main][name] = values
+            states[shard][name] = values
         for shard, name, key in self._plain:
-            states[shard.main][name] = _placed(name, loaded[key], shard, groups.get(id(shard.main), {}))
-        for main, state in states.items():
-            self._optimizer.state.pop(main, None)
-            if state:
-                self._optimizer.state[main] = state
+            states[shard][name] = _placed(name, loaded[key], shard, groups.get(id(shard.main), {}))
+        for shard, state in states.items():
+            self._distributed.kept.install(shard, state)
         for shard in self._uncopied:
             self._distributed.refresh_shard(shard)
         for key, (number, *path) in self._paths.items():

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_load_plan,
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData
 
-from lightning_megatron.checkpoint.boxes import BoxedTensor
+from lightning_megatron.checkpoint.boxes import BoxedTensor, KeptPart
 
 _SHOWN = 8
 
@@ -114,6 +114,12 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             if isinstance(target, Tensor) and covered[key] != _wanted(target):
                 problems.append(f"{key}: the checkpoint has only {covered[key]} of the {_wanted(target)} elements wanted here")
         return replace(plan, planner_data=tuple(problems))
+
+    def kept_part(self, item: ReadItem) -> KeptPart | None:
+        """Where an item goes, if its values are kept in another form than they are read in."""
+        target = self.state_dict[item.dest_index.fqn]
+        part = target.part_at(item.dest_index) if isinstance(target, BoxedTensor) else None
+        return part if isinstance(part, KeptPart) else None
 
     def _problem(self, target: Any, saved: Any, *, cast: bool) -> str | None:
         is_tensor = isinstance(target, Tensor)

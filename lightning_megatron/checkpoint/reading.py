@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future as Reading
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from lightning_megatron.checkpoint.blocks import BlockReader, Transfer, transfers
+from lightning_megatron.checkpoint.boxes import KeptPart
+from lightning_megatron.checkpoint.planner import StrictLoadPlanner
 from lightning_megatron.checkpoint.storage import Place, Sums, read_sums
+from lightning_megatron.optim.kept import Kept
 
 
 class ChunkReader(FileSystemReader):
@@ -54,18 +59,36 @@ class ChunkReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the targets."""
-        in_order = sorted(plan.items, key=self._position)
+        assert isinstance(planner, StrictLoadPlanner)
+        wanted: list[Transfer] = []
+        pieces: dict[tuple[int, int], _Piece] = {}
         with BlockReader(self._folder, self._device) as reader:
-            wanted: list[Transfer] = []
-            for item in in_order:
+            for item in sorted(plan.items, key=self._position):
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(_bytes_of(self._folder, self.storage_data[item.storage_index])))
+                elif (part := planner.kept_part(item)) is not None:
+                    pieces.setdefault((id(part.values), part.piece.start), _Piece(part.values, part.piece)).add(item, part)
                 else:
                     wanted += self._transfers(item, planner.resolve_tensor(item).detach())
             _finish(reader.start(wanted))
+            self._read_pieces(reader, list(pieces.values()), planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_pieces(self, reader: BlockReader, pieces: Sequence[_Piece], planner: StrictLoadPlanner) -> None:
+        """Read values that are kept in another form, the next piece while one is put away."""
+        under_way: list[Callable[[], None]] = []
+        for piece in pieces:
+            values = piece.values.read(piece.elements.start, piece.elements.stop)
+            wanted = chain.from_iterable(
+                self._transfers(item, planner.transform_tensor(item, part.within(values))) for item, part in piece.items
+            )
+            under_way.append(partial(piece.put_away, values, reader.start(list(wanted))))
+            if len(under_way) > 1:
+                under_way.pop(0)()
+        for put_away in under_way:
+            put_away()
 
     def _position(self, item: ReadItem) -> tuple[str, int]:
         info = self.storage_data[item.storage_index]
@@ -85,6 +108,23 @@ class ChunkReader(FileSystemReader):
         sizes = _chunk_sizes(saved, item.storage_index)
         offsets, dtype = item.storage_offsets, saved.properties.dtype
         yield from transfers(info.relative_path, begin, dtype, sizes=sizes, offsets=offsets, target=target)
+
+
+class _Piece:
+    """A range of values that are kept in another form, and what is read into it."""
+
+    def __init__(self, values: Kept, elements: range) -> None:
+        self.values, self.elements = values, elements
+        self.items: list[tuple[ReadItem, KeptPart]] = []
+
+    def add(self, item: ReadItem, part: KeptPart) -> None:
+        """Read an item into one of its parts."""
+        self.items.append((item, part))
+
+    def put_away(self, values: Tensor, reads: Sequence[Reading[None]]) -> None:
+        """Keep the values when they have been read."""
+        _finish(reads)
+        self.values.write(values, self.elements.start, self.elements.stop)
 
 
 def _chunk_sizes(saved: TensorStorageMetadata, index: MetadataIndex) -> torch.Size:

@@ -29,6 +29,7 @@ from lightning_megatron.optim.cutting import cut_buckets
 from lightning_megatron.optim.elementwise import install_shards, trainable_parameters, wants_whole_parameters
 from lightning_megatron.optim.finish import GradientFinisher
 from lightning_megatron.optim.guard import ParameterGuard, wait_in_forwards
+from lightning_megatron.optim.kept import KeptValues
 from lightning_megatron.optim.reduction import check_agreement, plan_sums
 from lightning_megatron.optim.shards import Shard, by_dtype
 from lightning_megatron.optim.stepper import Stepper
@@ -58,6 +59,7 @@ class DistributedOptimizer:
     Attributes:
         optimizer: the optimizer that was given.
         shards: what each main shard is.
+        kept: main values and states, to save or restore them.
 
     Raises:
         ValueError: the optimizer is of neither kind, holds a parameter that is not among ``named_parameters``, or the ranks
@@ -97,6 +99,7 @@ class DistributedOptimizer:
         check_agreement(self._buckets, self._sums, mesh=mesh)
         install_shards(optimizer, self.shards)
         self._shown: dict[Tensor, Tensor] = {}  # main parameters that hold their values for now
+        self.kept = KeptValues(optimizer, self._cut, config)
         self._stepper = Stepper(optimizer, self._cut, config=config, device=mesh.device)
         self._finisher = GradientFinisher(
             self._cut.local,
@@ -252,16 +255,6 @@ class DistributedOptimizer:
         """The parameters of this rank that it trains."""
         return [param for bucket in self._buckets for param in bucket.params]
 
-    def keeps_states(self, shard: Shard) -> tuple[torch.device, torch.dtype | None]:
-        """Where the optimizer's states of a shard are kept between steps, and in what dtype those in floating point are.
-
-        ``None``: as the optimizer has made them.
-        """
-        place = torch.device("cpu") if shard.main in self._cut.on_host else shard.main.device
-        if shard.main.dtype != torch.float32:
-            return place, None
-        return place, torch.bfloat16 if self._config.state_dtype == "bf16" else torch.float32
-
     def local_gradients(self) -> list[tuple[str, nn.Parameter, Tensor]]:
         """This rank's gradients, before their reduction, to save or restore them between the batches of a step.
 
@@ -302,13 +295,15 @@ class DistributedOptimizer:
         """Read one main shard from the parameter. For a gathered one the ranks of tp call it together."""
         if shard.gathered:
             next(matrix for matrix in self._cut.gathered if matrix.shard is shard).refresh()
+        elif (store := self._cut.stores.get(shard.main)) is not None:
+            store.refresh()
         else:
             flat = shard.param.detach().reshape(-1)[shard.start : shard.stop]
             shard.main.copy_(flat.view(shard.main.shape))
 
     @contextmanager
     def main_values(self) -> Iterator[None]:
-        """Inside the ``with`` block every ``shard.main`` and every state holds its values, to save or restore them."""
+        """Inside the ``with`` block every ``shard.main`` and every state holds its values, all at once: see ``kept``."""
         stores = self._cut.stores
         empty = self._shown = {main: main.detach() for main in stores}
         for main, store in stores.items():

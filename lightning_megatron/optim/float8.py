@@ -37,3 +37,31 @@ def power_of_two_above(values: Tensor) -> Tensor:
     """The smallest power of two that is not less than a value of fp32; 1 for 0."""
     exponent = (values.view(torch.int32) + 0x7F_FFFF) >> 23
     return torch.where(values == 0.0, 1.0, (exponent.clamp(min=1) << 23).view(torch.float32))
+
+
+class Moment:
+    """``[n]`` values in 8 bits, read and written in ranges that begin at whole blocks (``Kept`` of ``optim/kept.py``).
+
+    Args:
+        narrow: ``[n]`` e4m3.
+        scales: ``[n / 256]`` fp32.
+    """
+
+    def __init__(self, narrow: Tensor, scales: Tensor) -> None:
+        self.narrow, self.scales = narrow, scales
+
+    @classmethod
+    def zeros(cls, numel: int, device: torch.device) -> Moment:
+        """Zeros."""
+        scales = torch.ones(num_blocks(numel), dtype=torch.float32, device=device)
+        return cls(torch.zeros(numel, dtype=torch.uint8, device=device).view(DTYPE), scales)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The values ``[start, stop)`` in fp32."""
+        return widened(self.narrow[start:stop], self.scales[start // BLOCK : num_blocks(stop)])
+
+    def write(self, values: Tensor, start: int, stop: int) -> None:
+        """Keep new values."""
+        narrow, scales = narrowed(values)
+        self.narrow[start:stop].copy_(narrow)
+        self.scales[start // BLOCK : num_blocks(stop)].copy_(scales)

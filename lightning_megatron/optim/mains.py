@@ -29,27 +29,30 @@ class CopyStore:
     Args:
         narrow: the range of the parameter buffer, ``[n]``.
         host: keep the copy in host memory.
+
+    Attributes:
+        wide: the copy, ``[n]``.
     """
 
     def __init__(self, narrow: Tensor, *, host: bool) -> None:
         self._narrow = narrow
         place = torch.device("cpu") if host else narrow.device
-        self._wide = torch.empty(narrow.numel(), dtype=torch.float32, device=place, pin_memory=host and _can_pin())
+        self.wide = torch.empty(narrow.numel(), dtype=torch.float32, device=place, pin_memory=host and _can_pin())
         self.refresh()
 
     def read(self, start: int, stop: int) -> Tensor:
         """See ``MainStore``. On the device the values are a view."""
-        return self._wide[start:stop].to(self._narrow.device, non_blocking=True)
+        return self.wide[start:stop].to(self._narrow.device, non_blocking=True)
 
     def write(self, values: Tensor, start: int, stop: int) -> None:
         """See ``MainStore``."""
         self._narrow[start:stop].copy_(values)
-        if values.data_ptr() != self._wide[start:stop].data_ptr():
-            self._wide[start:stop].copy_(values, non_blocking=True)
+        if values.data_ptr() != self.wide[start:stop].data_ptr():
+            self.wide[start:stop].copy_(values, non_blocking=True)
 
     def refresh(self) -> None:
         """See ``MainStore``."""
-        self._wide.copy_(self._narrow)
+        self.wide.copy_(self._narrow)
 
 
 class RemainderStore:

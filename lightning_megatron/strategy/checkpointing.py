@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,18 +114,18 @@ class CheckpointingStrategy(ProcessesStrategy):
         if accumulated:
             own["num_tokens"], ours["per_token"] = self._steps._num_tokens, self._steps._per_token
         path = self.broadcast(str(filepath))
-        with self._whole_optimizers():
-            checkpoints.save(
-                path,
-                module=self._ready.module,
-                optimizers=self._distributed if with_optimizer else [],
-                meta={**checkpoint, "lightning_megatron": ours},
-                mesh=self.mesh,
-                own=own,
-                accumulated=accumulated,
-                background=self._background_saver(),
-                older=self._durable if _links_to_last(trainer) is not None else None,
-            )
+        self._wait_parameters()
+        checkpoints.save(
+            path,
+            module=self._ready.module,
+            optimizers=self._distributed if with_optimizer else [],
+            meta={**checkpoint, "lightning_megatron": ours},
+            mesh=self.mesh,
+            own=own,
+            accumulated=accumulated,
+            background=self._background_saver(),
+            older=self._durable if _links_to_last(trainer) is not None else None,
+        )
         self._durable = path
         if self.is_global_zero and (link := _links_to_last(trainer)):
             checkpoints.announce_link(Path(link), Path(path))
@@ -179,14 +178,10 @@ class CheckpointingStrategy(ProcessesStrategy):
         elif not self._saver.wait(_INTERRUPTED_SECONDS):
             say(f"{self.mesh.coordinate} the checkpoint that was being written in the background is given up.")
 
-    @contextmanager
-    def _whole_optimizers(self) -> Iterator[None]:
-        """Parameters have arrived, and main parameters hold their values."""
-        with ExitStack() as stack:
-            for distributed in self._distributed:
-                distributed.wait_parameters()
-                stack.enter_context(distributed.main_values())
-            yield
+    def _wait_parameters(self) -> None:
+        """Wait for the parameters that the last step has sent."""
+        for distributed in self._distributed:
+            distributed.wait_parameters()
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -195,11 +190,11 @@ class CheckpointingStrategy(ProcessesStrategy):
         path = self.broadcast(str(checkpoint_path))
         if weights_only is None:
             weights_only = self._checkpoint_config.weights_only
-        with self._whole_optimizers():
-            loaded = self._load(path, weights_only)
-            if not loaded.optimizers:
-                for distributed in self._distributed:
-                    distributed.refresh_main()
+        self._wait_parameters()
+        loaded = self._load(path, weights_only)
+        if not loaded.optimizers:
+            for distributed in self._distributed:
+                distributed.refresh_main()
         if self._ready.module.trainer.state.fn == TrainerFn.FITTING and "lightning_megatron" in loaded.meta:
             self._go_on_from(loaded, Path(path))
             self._durable = path

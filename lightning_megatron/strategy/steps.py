@@ -178,11 +178,6 @@ class SteppingStrategy(CheckpointingStrategy):
         """Steps that were not taken because a gradient was not finite, since the start of this ``fit``."""
         return sum(distributed.num_skipped for distributed in self._distributed)
 
-    def _wait_parameters(self) -> None:
-        """Wait for the parameters that the last step has sent."""
-        for distributed in self._distributed:
-            distributed.wait_parameters()
-
     # Starts and ends of stages
 
     @override
