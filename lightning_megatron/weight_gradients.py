@@ -70,6 +70,21 @@ def sum_of(param: Tensor) -> Tensor | None:
     return found.total
 
 
+@torch.no_grad()
+def settled_sum(param: Tensor) -> Tensor | None:
+    """The parameter's sum, if one is open, with what autograd has put in its place brought back into it.
+
+    Autograd of torch 2.11 makes a new tensor of a sum and a gradient that is narrower.
+    """
+    found: _Sum | None = getattr(param, _SUM, None)
+    if found is None or param._backward_hooks:
+        return None
+    if param.grad is not None and param.grad is not found.total:
+        found.total.copy_(param.grad)
+        param.grad = found.total
+    return found.total
+
+
 def is_summed(param: Tensor) -> bool:
     """Whether a Function has added to the parameter's sum before, so that ``grad = None`` empties it."""
     found: _Sum | None = getattr(param, _SUM, None)

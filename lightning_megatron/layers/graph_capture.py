@@ -41,7 +41,7 @@ from lightning_megatron.layers.rope import RopeTables
 from lightning_megatron.layers.sequence import SequenceContext
 from lightning_megatron.layers.te_backend.functions import Job
 from lightning_megatron.optim.guard import ForwardWait
-from lightning_megatron.weight_gradients import arrivals_of, is_accumulated, is_summed, run_hooks, sum_of
+from lightning_megatron.weight_gradients import arrivals_of, is_accumulated, is_summed, run_hooks, settled_sum
 
 Replay = Callable[[], None]
 
@@ -199,7 +199,7 @@ class _CapturedLayer:
     def is_valid(self) -> bool:
         places = [(param.data_ptr(), param.requires_grad) for param in self._params]
         return places == self._places and all(
-            sum_of(param) is total for param, total in zip(self._trained, self._totals, strict=True)
+            settled_sum(param) is total for param, total in zip(self._trained, self._totals, strict=True)
         )
 
     def prepare(self) -> None:
@@ -249,6 +249,8 @@ class _CapturedLayer:
     def _differentiate(self, *, retain: bool) -> Tensor | None:
         self._input.grad = None
         torch.autograd.backward(self._output, self._incoming, retain_graph=retain)
+        for param in self._trained:
+            settled_sum(param)
         outgoing, self._input.grad = self._input.grad, None
         return outgoing
 
@@ -278,8 +280,8 @@ class _CapturedLayer:
             self._add()
             outgoing = self._outgoing
         self._count()
-        for param in self._arrived:
-            run_hooks(param)
+        for arrived in self._arrived:
+            run_hooks(arrived)
         return outgoing
 
 
@@ -305,7 +307,7 @@ class _Replayed(torch.autograd.Function):
 
 
 def _total(param: Tensor) -> Tensor:
-    total = sum_of(param)
+    total = settled_sum(param)
     assert total is not None, "layers are captured when an optimizer keeps the sums of their gradients"
     return total
 

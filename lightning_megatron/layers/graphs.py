@@ -24,7 +24,7 @@ from lightning_megatron.layers.te_backend import Scales, scales_of
 from lightning_megatron.layers.transformer import TransformerLayer
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.guard import ForwardWait
-from lightning_megatron.weight_gradients import is_summed, sum_of
+from lightning_megatron.weight_gradients import is_summed, settled_sum
 
 WARM_UP = 3
 """Micro-batches of one shape, in a row, before layers are captured."""
@@ -109,7 +109,7 @@ class LayerGraphs:
     def _can_capture(self) -> bool:
         modules = [layer.module for layer in self._layers]
         params = [param for module in modules for param in module.parameters() if param.requires_grad]
-        if any(sum_of(param) is None for param in params):
+        if any(settled_sum(param) is None for param in params):
             self._warn("gradients of parameters have hooks of their own, or no sum in an optimizer")
             return False
         hook = next((name for module in modules for name in _foreign_hooks(module)), None)

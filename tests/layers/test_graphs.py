@@ -147,6 +147,17 @@ def test_a_gradient_from_elsewhere_stays_in_its_sum() -> None:
         assert_same(graphed, eager)
 
 
+def test_a_gradient_that_autograd_put_beside_its_sum_is_brought_back() -> None:
+    config = CONFIGS["gpt2"]
+    (eager, _), (graphed, (graphs,)) = opened(config, graphs=False), opened(config, graphs=True)
+    for step in range(WARM_UP + 3):
+        for param in (param for model in (eager, graphed) for param in model.layers.parameters() if param.dim() == 1):
+            param.grad = param.grad.clone()
+        assert backward(graphed, step) == backward(eager, step)
+        assert_same(graphed, eager)
+    assert graphs.num_replayed == 3
+
+
 def test_other_shapes_and_evaluation_run_without_graphs() -> None:
     (eager, _), (graphed, (graphs,)) = opened(LLAMA_GQA, graphs=False), opened(LLAMA_GQA, graphs=True)
     for step in range(WARM_UP + 1):
