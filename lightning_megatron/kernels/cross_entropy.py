@@ -14,7 +14,11 @@ of 132 multiprocessors all of it, in 50 MB.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 import triton
@@ -77,7 +81,7 @@ def losses_with_gradient(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
-    sweep: Sweep = LOSSES,
+    sweep: Sweep | None = None,
 ) -> Tensor:
     """Losses ``[N, C], [N] -> fp32 [N]`` over a whole vocabulary; ``logits`` become the gradient of each row's loss.
 
@@ -88,11 +92,23 @@ def losses_with_gradient(
         ignore_index: see ``labels``.
         label_smoothing: see ``tensor_parallel.cross_entropy``.
         z_loss: likewise.
-        sweep: how rows are swept.
+        sweep: how rows are swept; if not given, they are held in shared memory (cross_entropy_held.py) where that works.
     """
     num, columns = logits.shape
     losses = logits.new_empty(num, dtype=torch.float32)
-    if num:
+    holding = None if sweep is not None or not logits.is_cuda else _holding(logits.device)
+    if holding is not None and holding.num_slots(logits, num_real):
+        holding.losses_with_gradient(
+            logits,
+            labels,
+            losses,
+            num_real=num_real,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+        )
+    elif num:
+        sweep = sweep or LOSSES
         with torch.cuda.device_of(logits):
             _cross_entropy_losses[_grid(logits, sweep)](
                 *(logits, labels, losses, num, columns, num_real),
@@ -102,6 +118,29 @@ def losses_with_gradient(
                 **_tile(logits, sweep),
             )
     return losses
+
+
+@cache
+def _holding(device: torch.device) -> Any:
+    """cross_entropy_held.py, if this machine has its language, which is new, and compiles it rightly; else ``None``."""
+    try:
+        found = import_module("lightning_megatron.kernels.cross_entropy_held")
+        generator = torch.Generator(device).manual_seed(0)
+        logits = torch.randn((600, 9008), device=device, generator=generator).bfloat16()
+        labels, other = torch.arange(600, device=device) * 15, logits.clone()
+        labels[::5] = -1
+        terms: dict[str, Any] = {"num_real": 8999, "ignore_index": -1, "label_smoothing": 0.1, "z_loss": 0.01}
+        losses = found.losses_with_gradient(logits, labels, torch.empty(600, device=device), **terms)
+        expected = losses_with_gradient(other, labels, **terms, sweep=LOSSES)
+        is_right = torch.allclose(losses, expected, rtol=1e-4) and torch.allclose(logits, other, rtol=1e-2, atol=1e-6)
+    except ImportError:
+        return None
+    except Exception as error:  # whatever a compiler may say
+        warnings.warn(f"Rows of logits are swept twice instead of held in shared memory: {error}", stacklevel=2)
+        return None
+    if not is_right:
+        warnings.warn("Triton compiles cross_entropy_held.py wrongly here; rows are swept twice instead.", stacklevel=2)
+    return found if is_right else None
 
 
 def gradient(

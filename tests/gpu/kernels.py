@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,11 +22,9 @@ from lightning_megatron.layers.torch_backend import CausalAttention, swiglu
 from lightning_megatron.mesh import Axis, Mesh, use_mesh
 from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.optim import DistributedOptimizer
-from lightning_megatron.tensor_parallel.chunked_loss import head_cross_entropy
 from lightning_megatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from lightning_megatron.tensor_parallel.embedding import add_rows, vocab_logits
+from lightning_megatron.tensor_parallel.embedding import add_rows
 from lightning_megatron.tensor_parallel.linear import add_weight_gradient, put_weight_gradient
-from lightning_megatron.weight_gradients import open_sum
 
 DEVICE = torch.device("cuda")
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
@@ -140,28 +137,6 @@ def losses() -> None:
 
                     name = f"cross entropy {columns} smoothing {smoothing} reuse {reuse}"
                     compare(name, run, reference, random(40, 2, columns, dtype=dtype, scale=3.0))
-
-
-def heads() -> None:
-    """Head and loss in one function: gradients are in the logits before the factors of the losses are known."""
-    for words, columns in ((128256, 128256), (32999, 33024), (1001, 1001), (100, 128)):
-        for smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-3)):
-            for dtype in TOLERANCE:
-                labels = torch.randint(words, (40, 2), device=DEVICE)
-                labels[::7] = -100
-                given = random(40, 2, 256, dtype=dtype), random(columns, 256, dtype=dtype, scale=0.1)
-                options = {"vocab_size": words, "label_smoothing": smoothing, "z_loss": z_loss}
-
-                def run(hidden: Tensor, weight: Tensor, labels: Tensor = labels, options=options) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
-                    return (head_cross_entropy(hidden, weight, labels, mesh=Mesh(device=DEVICE), **options),)
-
-                def reference(hidden: Tensor, weight: Tensor, labels: Tensor = labels, options=options) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
-                    real = F.linear(hidden, weight[: options["vocab_size"]]).flatten(0, 1)
-                    flat, smooth = labels.flatten(), options["label_smoothing"]
-                    loss = F.cross_entropy(real, flat, reduction="none", label_smoothing=smooth)
-                    return ((loss + options["z_loss"] * real.logsumexp(-1).square() * (flat != -100)).view(labels.shape),)
-
-                compare(f"head and loss {columns} smoothing {smoothing}", run, reference, *given)
 
 
 def sums() -> None:
@@ -285,68 +260,10 @@ def speed() -> None:
         print(f"{name:40s} {time:7.3f} ms {num_bytes / time / 1e6:7.0f} GB/s", flush=True)
 
 
-def sweep_speed() -> None:
-    """Ways to sweep the logits of llama-8b-8l, 8192 tokens."""
-    from lightning_megatron.kernels import cross_entropy as kernels
-
-    n, v = 8192, 128256
-    logits, ids = random(n, v), torch.randint(v, (n,), device=DEVICE)
-    mine = torch.ones(n, dtype=torch.bool, device=DEVICE)
-    for warps, steps, programs in ((4, 4, 0), (8, 2, 0), (8, 4, 0), (8, 4, 4), (16, 2, 0), (16, 4, 0), (16, 4, 2), (32, 2, 0)):
-        sweep = kernels.Sweep(warps, steps, programs)
-        time = milliseconds(partial(kernels.local_stats, logits, ids, mine, num_real=v, sums=False, sweep=sweep))
-        print(f"stats  {sweep!s:60s} {time:7.3f} ms {n * v * 2 / time / 1e6:7.0f} GB/s", flush=True)
-    terms = {"num_real": v, "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0}
-    ways = (
-        (32, 1, 0),
-        (32, 2, 0),
-        (32, 4, 0),
-        (32, 1, 1),
-        (32, 2, 1),
-        (32, 4, 1),
-        (16, 2, 0),
-        (16, 4, 0),
-        (16, 2, 2),
-        (16, 4, 1),
-    )
-    for warps, steps, programs in (*ways, (16, 2, 3), (8, 4, 0), (8, 4, 4), (8, 4, 2)):
-        sweep = kernels.Sweep(warps, steps, programs)
-        # Each run takes the last one's gradients for logits: as many bytes, and other numbers.
-        time = milliseconds(partial(kernels.losses_with_gradient, logits, ids, **terms, sweep=sweep))  # type: ignore[arg-type]
-        print(f"losses {sweep!s:60s} {time:7.3f} ms {2 * n * v * 2 / time / 1e6:7.0f} GB/s of read and write", flush=True)
-    x, factors = random(n, 4096), torch.rand(n, device=DEVICE)
-    print(f"scaled rows {milliseconds(partial(kernels.scale_rows, x, factors, out=x)):7.3f} ms", flush=True)
-
-
-def head_speed() -> None:
-    """Head and loss with their backward, by two functions and by one."""
-    n, h, v = 8192, 4096, 128256
-    x, weight = random(n, 1, h), torch.nn.Parameter(random(v, h, scale=0.02))
-    labels = torch.randint(v, (n, 1), device=DEVICE)
-    weight.grad = torch.zeros(v, h, device=DEVICE)
-    open_sum(weight, weight.grad)
-    axis, mesh = Axis("tp", (0,), 0), Mesh(device=DEVICE)
-    x.requires_grad_()
-
-    def before() -> None:
-        made = vocab_logits(x, weight, mesh)
-        vocab_parallel_cross_entropy(made, labels, tp=axis, vocab_size=v, reuse_logits=True).mean().backward()
-
-    def now() -> None:
-        head_cross_entropy(x, weight, labels, mesh=mesh, vocab_size=v).mean().backward()
-
-    for name, run in (("head and loss, before", before), ("head and loss", now), ("again, before", before), ("again", now)):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        held, time = torch.cuda.memory_allocated(), milliseconds(run)
-        peak = (torch.cuda.max_memory_allocated() - held) / 2**20
-        print(f"{name:40s} {time:7.3f} ms, peak {peak:.0f} MiB above what is held", flush=True)
-
-
 def main() -> None:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    for group in (norms, activations, ropes, losses, heads, sums, attention, models):
+    for group in (norms, activations, ropes, losses, sums, attention, models):
         try:
             group()
         except Exception as error:
@@ -354,8 +271,6 @@ def main() -> None:
             print(f"FAILED {group.__name__}: {type(error).__name__}: {error}", flush=True)
     if "--speed" in sys.argv:
         speed()
-        sweep_speed()
-        head_speed()
     print(f"{len(failed)} failed: {failed}", flush=True)
     sys.exit(bool(failed))
 
