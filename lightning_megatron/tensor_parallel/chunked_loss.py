@@ -38,15 +38,15 @@ from lightning_megatron.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from lightning_megatron.tensor_parallel.embedding import vocab_logits
-from lightning_megatron.tensor_parallel.linear import (
-    _Pending,
-    _start_all_gather,
-    _start_all_reduce,
-    _start_reduce_scatter,
-    _weight_gradient,
+from lightning_megatron.tensor_parallel.product import (
+    Pending,
     add_weight_gradient,
     outside_autocast,
     put_weight_gradient,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    weight_gradient,
 )
 from lightning_megatron.weight_gradients import added_to_sum, now_or_later, waits
 
@@ -119,42 +119,46 @@ class _HeadLoss(torch.autograd.Function):
         losses = losses_with_gradient(slopes, labels.reshape(-1), valid.reshape(-1), terms, ignore_index=ignore_index)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(slopes, hidden if needs_weight else None, weight if needs_hidden else None)
-        ctx.mesh, ctx.shape, ctx.num_kept = mesh, full.shape, slopes.numel()
+        ctx.mesh, ctx.shape, ctx.num_kept = mesh, hidden.shape, slopes.numel()
         return losses.view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         slopes, hidden, weight = ctx.saved_tensors
-        factors, axis, is_cut = grad_losses.reshape(-1).contiguous(), ctx.mesh.tp, ctx.mesh.sequence_parallel
-        shape = ctx.shape  # what waits must not hold ``ctx``, which holds it
+        axis, is_cut = ctx.mesh.tp, ctx.mesh.sequence_parallel
+        # Each rank scales its own tokens: hidden states before they are gathered, their gradient once it has been summed.
+        own = grad_losses.chunk(axis.size)[axis.rank] if is_cut else grad_losses
+        factors = own.reshape(-1).contiguous()
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        reducing = grad_weight = None
+        reducing = grad_hidden = grad_weight = None
 
-        def gather() -> _Pending:
-            return _start_all_gather(hidden, axis) if is_cut else _Pending(hidden)
+        def gather() -> Pending:
+            rows = _scaled(hidden.reshape(-1, hidden.shape[-1]), factors)
+            return start_all_gather(rows, axis) if is_cut else Pending(rows)
 
         with outside_autocast(slopes):
             gathering = gather() if needs_weight and not waits(ctx) else None
             if needs_hidden:
                 product = slopes @ weight
-                grad_hidden = _scaled(product, factors, out=product).view(shape)
             full = None if gathering is None else gathering.wait()
             if needs_hidden:
-                reducing = (_start_reduce_scatter if is_cut else _start_all_reduce)(grad_hidden, axis)
+                reducing = (start_reduce_scatter if is_cut else start_all_reduce)(product, axis)
             if needs_weight:
 
                 def rows() -> Tensor:
-                    whole = (gather().wait() if full is None else full).reshape(-1, shape[-1])
-                    return _scaled(whole, factors)
+                    return gather().wait() if full is None else full
 
                 grad_weight = now_or_later(
                     ctx,
-                    lambda: _weight_gradient(slopes, rows()),
+                    lambda: weight_gradient(slopes, rows()),
                     add=lambda total: add_weight_gradient(total, slopes, rows()),
                     put=lambda total: put_weight_gradient(total, slopes, rows()),
                 )
-            return (None if reducing is None else reducing.wait()), grad_weight, None, None, None, None, None
+            if reducing is not None:
+                summed = reducing.wait()
+                grad_hidden = _scaled(summed, factors, out=summed).view(ctx.shape)
+            return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _scaled(rows: Tensor, factors: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -11,29 +11,35 @@ Only the sharded input is kept from forward to backward, which saves (1 - 1/tp) 
 Note [A weight gradient that waits]
 A pipeline schedule may want the input gradient alone at first (weight_gradients.py). The saved input is then gathered
 when the weight gradient is made, so that until then its shard is all that is kept.
-
-Note [Sums in the product]
-An optimizer sums the gradients of micro-batches in fp32. The product that makes a weight gradient adds to that sum itself
-(cuBLAS's ``C = A B + C`` with 16-bit factors and fp32 sums), so that no gradient is written, read and added, nor rounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lightning_megatron.comm import all_gather, all_gather_single, reduce_from, reduce_scatter_single, reduce_scatter_to
+from lightning_megatron.comm import all_gather, reduce_from, reduce_scatter_to
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.rng import named_generator
 from lightning_megatron.sharding import Box, Init, ParamSharding, replicated, set_sharding
+from lightning_megatron.tensor_parallel.product import (
+    Pending,
+    add_weight_gradient,
+    autocast_dtype,
+    cast,
+    outside_autocast,
+    put_weight_gradient,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    weight_gradient,
+)
 from lightning_megatron.weight_gradients import now_or_later, waits
 
 
@@ -226,68 +232,11 @@ def column_linear(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, mesh
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, axis: Axis, sequence_parallel: bool) -> Tensor:
     # Cast here, where autograd sees it, so that the gathering moves the low precision and no dtype differs in backward.
-    dtype = _autocast_dtype(x)
+    dtype = autocast_dtype(x)
     if dtype is not None:
-        x, weight, bias = _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
+        x, weight, bias = cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype)
     result: Tensor = _ColumnLinear.apply(x, weight, bias, axis, sequence_parallel)  # type: ignore[no-untyped-call]
     return result
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # As autocast itself: double stays double.
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-
-
-def outside_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A backward may run inside an autocast region that its forward was not in: use the dtypes as they are."""
-    return nullcontext() if _autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A tensor that a collective may still be writing; ``wait`` before reading it."""
-
-    tensor: Tensor
-    work: Any = None
-
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.tensor
-
-
-def _start_all_gather(x: Tensor, axis: Axis) -> _Pending:
-    """``[n, ..] -> [n * size, ..]`` along dim 0, in flight."""
-    _check_order(axis)
-    x = x.contiguous()
-    full = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    return _Pending(full, all_gather_single(full.view(-1), x.view(-1), group=axis.group, async_op=True))
-
-
-def _start_reduce_scatter(x: Tensor, axis: Axis) -> _Pending:
-    """``[n, ..] -> [n / size, ..]`` along dim 0, in flight."""
-    _check_order(axis)
-    part = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    return _Pending(part, reduce_scatter_single(part.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True))
-
-
-def _start_all_reduce(x: Tensor, axis: Axis) -> _Pending:
-    """The sum over the axis, in flight, written into ``x``, which must belong to the caller."""
-    if axis.group is None:
-        return _Pending(x)
-    x = x.contiguous()
-    return _Pending(x, dist.all_reduce(x.view(-1), group=axis.group, async_op=True))
-
-
-def _check_order(axis: Axis) -> None:
-    assert tuple(sorted(axis.ranks)) == axis.ranks, "process groups sort their ranks; tp counts them upwards"
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -311,8 +260,8 @@ class _ColumnLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         reducing = grad_weight = grad_bias = None
 
-        def gather() -> _Pending:
-            return _start_all_gather(x, axis) if sequence_parallel else _Pending(x)
+        def gather() -> Pending:
+            return start_all_gather(x, axis) if sequence_parallel else Pending(x)
 
         with outside_autocast(grad):
             rows = grad.reshape(-1, grad.shape[-1])
@@ -321,7 +270,7 @@ class _ColumnLinear(torch.autograd.Function):
                 grad_x = grad @ weight
             full = None if gathering is None else gathering.wait()
             if needs_x:
-                reducing = (_start_reduce_scatter if sequence_parallel else _start_all_reduce)(grad_x, axis)
+                reducing = (start_reduce_scatter if sequence_parallel else start_all_reduce)(grad_x, axis)
             if needs_weight:
 
                 def whole() -> Tensor:
@@ -329,46 +278,10 @@ class _ColumnLinear(torch.autograd.Function):
 
                 grad_weight = now_or_later(
                     ctx,
-                    lambda: _weight_gradient(rows, whole()),
+                    lambda: weight_gradient(rows, whole()),
                     add=lambda total: add_weight_gradient(total, rows, whole()),
                     put=lambda total: put_weight_gradient(total, rows, whole()),
                 )
             if needs_bias:
                 grad_bias = rows.sum(0)
             return (None if reducing is None else reducing.wait()), grad_weight, grad_bias, None, None
-
-
-def _weight_gradient(rows: Tensor, x: Tensor) -> Tensor:
-    """``[N, out], [.., in] -> [out, in]``. See Note [A weight gradient that waits]."""
-    with outside_autocast(rows):
-        return rows.t() @ x.reshape(-1, x.shape[-1])
-
-
-def add_weight_gradient(total: Tensor, rows: Tensor, x: Tensor) -> None:
-    """Add ``rows^T x`` to a sum: ``[out, in]``, by ``[N, out]`` and ``[.., in]``. See Note [Sums in the product].
-
-    Args:
-        total: contiguous, in the dtype of the factors or, for 16-bit ones, in fp32.
-        rows: gradients of the layer's output.
-        x: the layer's input.
-    """
-    with outside_autocast(rows):
-        x = x.reshape(-1, x.shape[-1])
-        if total.dtype == rows.dtype:
-            total.addmm_(rows.t(), x)
-        elif rows.is_cuda and total.dtype == torch.float32:
-            torch.addmm(total, rows.t(), x, out_dtype=torch.float32, out=total)
-        else:
-            total.add_(rows.t() @ x)
-
-
-def put_weight_gradient(total: Tensor, rows: Tensor, x: Tensor) -> None:
-    """Write ``rows^T x`` over ``total``, whatever that holds. Arguments as for ``add_weight_gradient``."""
-    with outside_autocast(rows):
-        x = x.reshape(-1, x.shape[-1])
-        if total.dtype == rows.dtype:
-            torch.mm(rows.t(), x, out=total)
-        elif rows.is_cuda and total.dtype == torch.float32:
-            torch.mm(rows.t(), x, out_dtype=torch.float32, out=total)  # reads nothing of ``total``
-        else:
-            total.copy_(rows.t() @ x)
