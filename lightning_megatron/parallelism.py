@@ -31,6 +31,8 @@ class Parallelism:
         ep: expert-parallel size: a layer's experts are cut over this many ranks.
         etp: tensor-parallel size inside one expert.
         sequence_parallel: cut the activations between tensor-parallel blocks along the sequence. Without effect at tp = 1.
+        tp_overlap: pieces in which products of tensor-parallel layers and their communication are done beside each other;
+            1: one after the other.
         order: axes from the fastest-varying rank digit to the slowest, as ``"tp-cp-pp-dp"``.
         pipeline_layout: the number of layers of each stage, ``pp * vpp`` numbers in the order of the model; ``"auto"`` to
             split by cost; ``None`` for as even as can be.
@@ -53,6 +55,7 @@ class Parallelism:
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = True
+    tp_overlap: int = 1
     order: str = DEFAULT_ORDER
     pipeline_layout: PipelineLayout = None
     placement: Literal["round", "v"] = "round"
@@ -60,7 +63,7 @@ class Parallelism:
     cp_a2a: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "vpp", "ep", "etp"):
+        for name in ("tp", "pp", "cp", "vpp", "ep", "etp", "tp_overlap"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}={size!r} is not a size: give a whole number of 1 or more.")

@@ -8,6 +8,10 @@ The backward needs two collectives and two GEMMs. Each collective runs beside th
 gathering of the saved input beside the input gradient, the reduction of the input gradient beside the weight gradient.
 Only the sharded input is kept from forward to backward, which saves (1 - 1/tp) of it.
 
+Note [Overlap in pieces]
+The other collectives stand before or behind their product. With ``Parallelism(tp_overlap=n)`` both are done in pieces, beside
+each other (``tensor_parallel/pieces.py``).
+
 Note [A weight gradient that waits]
 A pipeline schedule may want the input gradient alone at first (weight_gradients.py). The saved input is then gathered
 when the weight gradient is made, so that until then its shard is all that is kept.
@@ -22,18 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from lightning_megatron.comm import all_gather, reduce_from, reduce_scatter_to
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.rng import named_generator
 from lightning_megatron.sharding import Box, Init, ParamSharding, replicated, set_sharding
+from lightning_megatron.tensor_parallel.pieces import gathered_product, reduced_product, scattered_product
 from lightning_megatron.tensor_parallel.product import (
     Pending,
     add_weight_gradient,
     autocast_dtype,
     cast,
+    input_gradient,
     outside_autocast,
+    product,
     put_weight_gradient,
     start_all_gather,
     start_all_reduce,
@@ -205,8 +211,11 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[S, B, in/tp] -> [S/tp, B, out]`` under sequence parallelism, else ``[S, B, in/tp] -> [S, B, out]``."""
+        tp, pieces = self.mesh.tp, self.mesh.parallelism.tp_overlap
+        if pieces > 1 and tp.size > 1:
+            y = _row_in_pieces(x, self.weight, tp, sequence_parallel=self.mesh.sequence_parallel, num_pieces=pieces)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
         partial = _linear(x, self.weight, None, axis=_ALONE, sequence_parallel=False)
-        tp = self.mesh.tp
         y = reduce_scatter_to(partial, tp, dim=0) if self.mesh.sequence_parallel else reduce_from(partial, tp)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -227,15 +236,18 @@ def column_linear(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, mesh
         bias: ``[out/tp]``.
         mesh: the running mesh.
     """
-    return _linear(x, weight, bias, axis=mesh.tp, sequence_parallel=mesh.sequence_parallel)
+    pieces = mesh.parallelism.tp_overlap
+    return _linear(x, weight, bias, axis=mesh.tp, sequence_parallel=mesh.sequence_parallel, num_pieces=pieces)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, axis: Axis, sequence_parallel: bool) -> Tensor:
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, axis: Axis, sequence_parallel: bool, num_pieces: int = 1
+) -> Tensor:
     # Cast here, where autograd sees it, so that the gathering moves the low precision and no dtype differs in backward.
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype)
-    result: Tensor = _ColumnLinear.apply(x, weight, bias, axis, sequence_parallel)  # type: ignore[no-untyped-call]
+    result: Tensor = _ColumnLinear.apply(x, weight, bias, axis, sequence_parallel, num_pieces)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -245,16 +257,20 @@ class _ColumnLinear(torch.autograd.Function):
     weight_input = 1
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool, num_pieces: int
+    ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        if num_pieces > 1 and sequence_parallel:
+            return gathered_product(x, weight.t(), bias, axis, num_pieces=num_pieces)[0]
         full = all_gather(x, axis, dim=0) if sequence_parallel else x
-        return F.linear(full, weight, bias)
+        return product(full, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         axis, sequence_parallel = ctx.axis, ctx.sequence_parallel
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -267,7 +283,7 @@ class _ColumnLinear(torch.autograd.Function):
             rows = grad.reshape(-1, grad.shape[-1])
             gathering = gather() if needs_weight and not waits(ctx) else None
             if needs_x:
-                grad_x = grad @ weight
+                grad_x = input_gradient(grad, weight)
             full = None if gathering is None else gathering.wait()
             if needs_x:
                 reducing = (start_reduce_scatter if sequence_parallel else start_all_reduce)(grad_x, axis)
@@ -284,4 +300,51 @@ class _ColumnLinear(torch.autograd.Function):
                 )
             if needs_bias:
                 grad_bias = rows.sum(0)
-            return (None if reducing is None else reducing.wait()), grad_weight, grad_bias, None, None
+            return (None if reducing is None else reducing.wait()), grad_weight, grad_bias, None, None, None
+
+
+def _row_in_pieces(x: Tensor, weight: Tensor, axis: Axis, *, sequence_parallel: bool, num_pieces: int) -> Tensor:
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        x, weight = cast(x, dtype), cast(weight, dtype)
+    result: Tensor = _RowLinear.apply(x, weight, axis, sequence_parallel, num_pieces)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RowLinear(torch.autograd.Function):
+    """Product and reduction beside each other; in the backward the gathering, and the product of what is there already."""
+
+    weight_input = 1
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence_parallel: bool, num_pieces: int) -> Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        multiply = scattered_product if sequence_parallel else reduced_product
+        return multiply(x, weight.t(), axis, num_pieces=num_pieces)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x: Tensor | None = None
+        full: Tensor | None = grad
+        with outside_autocast(grad):
+            if ctx.sequence_parallel and weight is not None:
+                grad_x, full = gathered_product(grad.contiguous(), weight, None, ctx.axis, num_pieces=2)
+            elif ctx.sequence_parallel:
+                full = start_all_gather(grad, ctx.axis).wait()
+            elif weight is not None:
+                grad_x = grad @ weight
+            if x is None:
+                return grad_x, None, None, None, None
+            assert full is not None
+            rows = full.reshape(-1, full.shape[-1])
+            grad_weight = now_or_later(
+                ctx,
+                lambda: weight_gradient(rows, x),
+                add=lambda total: add_weight_gradient(total, rows, x),
+                put=lambda total: put_weight_gradient(total, rows, x),
+            )
+            return grad_x, grad_weight, None, None, None
