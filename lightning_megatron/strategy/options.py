@@ -15,9 +15,10 @@ from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveragi
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_megatron.layers.backend import Backend
 from lightning_megatron.layers.choice import BackendName
 from lightning_megatron.layers.recompute import Recompute
-from lightning_megatron.layers.te_backend import Fp8Options, scales_of
+from lightning_megatron.layers.te_backend import Fp8Options, TeBackend, scales_of
 from lightning_megatron.layers.te_backend.attention import NarrowCoreAttention
 from lightning_megatron.layers.te_backend.modules import NarrowHead
 from lightning_megatron.mesh import Mesh
@@ -83,6 +84,20 @@ def refuse_later(*, backend: str, plan: object) -> None:
         raise ValueError(
             "plan=... is not there yet in this version: modules of plain nn.Linear layers stay whole on each tensor-parallel "
             "rank. Build the model from lightning_megatron.tensor_parallel layers, or leave plan=None."
+        )
+
+
+def check_overlap(parallelism: Parallelism, backend: Backend) -> None:
+    """Check that the layers to be built can do what ``tp_overlap`` asks for.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if parallelism.tp_overlap > 1 and parallelism.tp > 1 and isinstance(backend, TeBackend):
+        raise ValueError(
+            f"tp_overlap={parallelism.tp_overlap} is for backend='torch' in this version: products by Transformer Engine, "
+            f"which fp8 needs, run before or behind their communication (its userbuffers are not used). Set tp_overlap=1, or "
+            f"backend='torch' and fp8=None."
         )
 
 

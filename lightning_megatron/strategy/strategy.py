@@ -37,6 +37,7 @@ from lightning_megatron.pipeline.schedule import Action
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.sequence_batch import ShardBatch
 from lightning_megatron.step import TrainingEngine
+from lightning_megatron.strategy import options
 from lightning_megatron.strategy.environment import set_environment
 from lightning_megatron.strategy.full_state import full_state_dict
 from lightning_megatron.strategy.garbage import GarbageCollection
@@ -47,14 +48,6 @@ from lightning_megatron.strategy.loaders import (
     with_position,
 )
 from lightning_megatron.strategy.num_batches import same_num_batches
-from lightning_megatron.strategy.options import (
-    activation_options,
-    check_fp8,
-    check_num_microbatches,
-    check_options,
-    check_trainer,
-    refuse_later,
-)
 from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.strategy.report import print_layout
 from lightning_megatron.strategy.steps import SteppingStrategy
@@ -80,6 +73,8 @@ class MegatronStrategy(SteppingStrategy):
         shard_batch: ``(batch, cut) -> batch``, cuts a micro-batch over cp: see ``sequence_batch.SequenceCut``. A module's
             method of this name does the same. By default every tensor whose dim 1 is the sequence length is cut.
         sequence_parallel: cut activations between tensor-parallel blocks along the sequence (with ``tp > 1``).
+        tp_overlap: pieces in which products of tensor-parallel layers run beside their communication, 2 to 4 say; 1: one after
+            the other. Of the torch backend; see docs/performance.md.
         schedule: ``1f1b``, ``interleaved`` (``vpp > 1``), ``gpipe``, ``zbh1``, ``zbv`` (``vpp=2``), or ``auto``, which says
             on rank 0 what it picked and why (pipeline/choice.py); a function ``(rank, placement, num_microbatches) ->
             list[Action]``, or such a list for each rank, is simulated before it runs.
@@ -126,6 +121,7 @@ class MegatronStrategy(SteppingStrategy):
         cp_a2a: int | None = None,
         shard_batch: ShardBatch | None = None,
         sequence_parallel: bool = True,
+        tp_overlap: int = 1,
         schedule: Literal["auto", "1f1b", "interleaved", "gpipe", "zbh1", "zbv"] | Maker | list[list[Action]] = "auto",
         pipeline_layout: list[int] | str | None = None,
         order: str = DEFAULT_ORDER,
@@ -154,6 +150,7 @@ class MegatronStrategy(SteppingStrategy):
             ep=ep,
             etp=etp,
             sequence_parallel=sequence_parallel,
+            tp_overlap=tp_overlap,
             order=order,
             pipeline_layout=parse_layout(pipeline_layout),
             placement=style_for(self._schedule, pp, vpp, num_microbatches),
@@ -169,12 +166,12 @@ class MegatronStrategy(SteppingStrategy):
             start_method=start_method,
             timeout=timeout,
         )
-        self._activations = activation_options(parallelism, recompute, offload=offload_activations, graphs=cuda_graphs)
+        self._activations = options.activation_options(parallelism, recompute, offload=offload_activations, graphs=cuda_graphs)
         self._take_batch_options(micro_batch_size, num_microbatches, shard_batch=shard_batch)
         self._take_training_options(optimizer, checkpoint, gc_interval_steps=gc_interval_steps)
 
     def _take_model_options(self, backend: BackendName, plan: dict[str, str] | None) -> None:
-        refuse_later(backend=backend, plan=plan)
+        options.refuse_later(backend=backend, plan=plan)
         self._backend_name = backend
         self._backend: Backend | None = None
 
@@ -183,7 +180,7 @@ class MegatronStrategy(SteppingStrategy):
     ) -> None:
         """How a batch is cut, checked with the layout; with pp > 1 into single samples, unless something is given."""
         numbers = {"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches}
-        check_options(self.parallelism, schedule=self._schedule, **numbers)
+        options.check_options(self.parallelism, schedule=self._schedule, **numbers)
         whole = num_microbatches is not None or self.parallelism.pp == 1
         self._micro_batch_size = micro_batch_size if micro_batch_size is not None or whole else 1
         self._num_microbatches = num_microbatches
@@ -264,6 +261,7 @@ class MegatronStrategy(SteppingStrategy):
         self._backend = choose_backend(  # before anything runs on the GPU: it loads a library
             self._backend_name, device=self.root_device, dtype=precision.param_dtype, fp8=precision.fp8
         )
+        options.check_overlap(self.parallelism, self._backend)
         earlier = PreparedModule.of(self.lightning_module)
         if earlier is not None and self._schedule == "auto":  # any placement will do
             self.parallelism = replace(self.parallelism, placement=earlier.mesh.parallelism.placement)
@@ -276,7 +274,7 @@ class MegatronStrategy(SteppingStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        check_trainer(trainer, self.parallelism)
+        options.check_trainer(trainer, self.parallelism)
         module = self.lightning_module
         if self._prepared is None or self._prepared.module is not module:
             self._prepare(module)
@@ -297,7 +295,7 @@ class MegatronStrategy(SteppingStrategy):
     def _prepare(self, module: LightningModule) -> None:
         precision = self.precision_plugin
         seed = self.broadcast(_job_seed())
-        check_fp8(module, precision.fp8)
+        options.check_fp8(module, precision.fp8)
         scales = scales_of(module)
         earlier = PreparedModule.of(module)
         if earlier is not None and earlier.mesh is self.mesh:
@@ -350,7 +348,7 @@ class MegatronStrategy(SteppingStrategy):
         batch_size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
         size = self._micro_batch_size
         if batch_size is not None and size is not None:
-            check_num_microbatches(self._schedule, self._ready.placement, batch_size=batch_size, micro_batch_size=size)
+            options.check_num_microbatches(self._schedule, self._ready.placement, batch_size=batch_size, micro_batch_size=size)
 
     # Garbage
 

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_megatron.layers.te_backend import PlainOperations, TeBackend
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.parallelism import Parallelism
+from lightning_megatron.strategy.options import check_overlap
 from lightning_megatron.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import run_distributed
+from tests.parity.harness import LLAMA_GQA, Outcome, strategy_run
 from tests.tensor_parallel.test_overlap import NAMES
 
 CPU = torch.device("cpu")
@@ -125,3 +128,20 @@ def test_a_sequence_that_does_not_divide_is_refused_with_the_numbers() -> None:
 def test_a_number_of_pieces_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="tp_overlap=0 is not a size"):
         Parallelism(tp=2, tp_overlap=0)
+
+
+def test_training_in_pieces_is_the_same_within_rounding() -> None:
+    def run() -> list[Outcome]:
+        options: dict[str, Any] = {"optimizer": "sgd", "precision": "64-true", "steps": 2}
+        return [strategy_run(LLAMA_GQA, {"tp": 2, "tp_overlap": pieces}, **options) for pieces in (1, 2)]
+
+    for expected, outcome in run_distributed(run, 2):
+        assert outcome.losses == pytest.approx(expected.losses, rel=1e-10)
+        for name, value in expected.final.items():
+            torch.testing.assert_close(outcome.final[name], value, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_pieces_on_transformer_engine_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="tp_overlap=2 is for backend='torch'"):
+        check_overlap(Parallelism(tp=2, tp_overlap=2), TeBackend(PlainOperations(None)))
+    check_overlap(Parallelism(tp=2), TeBackend(PlainOperations(None)))
