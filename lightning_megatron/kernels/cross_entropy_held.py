@@ -11,6 +11,7 @@ without it rows are swept twice (cross_entropy.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ def num_slots(logits: Tensor, num_real: int, held: Held = HELD) -> int:
     tile = held.warps * 32 * held.steps * 16 // logits.element_size()
     if not logits.is_cuda or logits.shape[1] % 16 or torch.cuda.get_device_capability(logits.device) < (8, 0):
         return 0
-    room = torch.cuda.get_device_properties(logits.device).shared_memory_per_block_optin - _RESERVED
+    properties: Any = torch.cuda.get_device_properties(logits.device)
+    room = properties.shared_memory_per_block_optin - _RESERVED
     return int(min(num_real // tile, room // (tile * logits.element_size())))
 
 
