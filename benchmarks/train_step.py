@@ -150,7 +150,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     num_steps = options.warmup + options.steps + options.profile
     backend: dict[str, Any] = {"backend": options.backend} if options.backend else {}
     backend |= {"recompute": options.recompute.split(",")} if options.recompute else {}
-    backend |= {"offload_activations": options.offload, "cuda_graphs": options.graphs}
+    backend |= {"offload_activations": options.offload, "cuda_graphs": options.graphs, "tp_overlap": options.tp_overlap}
     strategy = MegatronStrategy(
         tp=options.tp, pp=options.pp, vpp=options.vpp, cp=options.cp, micro_batch_size=options.mbs, **backend
     )
@@ -229,6 +229,7 @@ def main() -> None:
     """Print one JSON line, and with ``--vs-megatron`` the peer's and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b-8l" if torch.cuda.is_available() else "tiny")
+    parser.add_argument("--tp-overlap", type=int, default=1, help="pieces of products beside their communication, with --tp")
     sizes = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "seq": 8192, "mbs": 1, "gbs": 8, "steps": 8, "warmup": 3}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
