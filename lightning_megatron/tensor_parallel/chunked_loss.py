@@ -41,7 +41,9 @@ from lightning_megatron.tensor_parallel.embedding import vocab_logits
 from lightning_megatron.tensor_parallel.product import (
     Pending,
     add_weight_gradient,
+    input_gradient,
     outside_autocast,
+    product,
     put_weight_gradient,
     start_all_gather,
     start_all_reduce,
@@ -115,7 +117,7 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         with outside_autocast(hidden):
             full = all_gather(hidden, mesh.tp) if mesh.sequence_parallel else hidden
-            slopes = F.linear(full.reshape(-1, full.shape[-1]), weight)
+            slopes = product(full.reshape(-1, full.shape[-1]), weight)
         losses = losses_with_gradient(slopes, labels.reshape(-1), valid.reshape(-1), terms, ignore_index=ignore_index)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(slopes, hidden if needs_weight else None, weight if needs_hidden else None)
@@ -140,10 +142,10 @@ class _HeadLoss(torch.autograd.Function):
         with outside_autocast(slopes):
             gathering = gather() if needs_weight and not waits(ctx) else None
             if needs_hidden:
-                product = slopes @ weight
+                grad_rows = input_gradient(slopes, weight)
             full = None if gathering is None else gathering.wait()
             if needs_hidden:
-                reducing = (start_reduce_scatter if is_cut else start_all_reduce)(product, axis)
+                reducing = (start_reduce_scatter if is_cut else start_all_reduce)(grad_rows, axis)
             if needs_weight:
 
                 def rows() -> Tensor:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.comm import all_gather_single, reduce_scatter_single
+from lightning_megatron.kernels.products import current_products
 from lightning_megatron.mesh import Axis
 
 
@@ -78,6 +79,16 @@ def _check_order(axis: Axis) -> None:
     assert tuple(sorted(axis.ranks)) == axis.ranks, "process groups sort their ranks; tp counts them upwards"
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x weight^T + bias``: ``[.., in], [out, in], [out] -> [.., out]``."""
+    return current_products().forward(x, weight, bias)
+
+
+def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """``[.., out], [out, in] -> [.., in]``."""
+    return current_products().input_gradient(grad, weight)
+
+
 def weight_gradient(rows: Tensor, x: Tensor) -> Tensor:
     """``[N, out], [.., in] -> [out, in]``."""
     with outside_autocast(rows):
@@ -93,22 +104,10 @@ def add_weight_gradient(total: Tensor, rows: Tensor, x: Tensor) -> None:
         x: the layer's input.
     """
     with outside_autocast(rows):
-        x = x.reshape(-1, x.shape[-1])
-        if total.dtype == rows.dtype:
-            total.addmm_(rows.t(), x)
-        elif rows.is_cuda and total.dtype == torch.float32:
-            torch.addmm(total, rows.t(), x, out_dtype=torch.float32, out=total)
-        else:
-            total.add_(rows.t() @ x)
+        current_products().weight_gradient(total, rows, x.reshape(-1, x.shape[-1]), add=True)
 
 
 def put_weight_gradient(total: Tensor, rows: Tensor, x: Tensor) -> None:
     """Write ``rows^T x`` over ``total``, whatever that holds. Arguments as for ``add_weight_gradient``."""
     with outside_autocast(rows):
-        x = x.reshape(-1, x.shape[-1])
-        if total.dtype == rows.dtype:
-            torch.mm(rows.t(), x, out=total)
-        elif rows.is_cuda and total.dtype == torch.float32:
-            torch.mm(rows.t(), x, out_dtype=torch.float32, out=total)  # reads nothing of ``total``
-        else:
-            total.copy_(rows.t() @ x)
+        current_products().weight_gradient(total, rows, x.reshape(-1, x.shape[-1]), add=False)
