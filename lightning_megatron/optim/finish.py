@@ -245,7 +245,7 @@ class _Answer:
         if flag.is_cuda:
             self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
             self._flag.copy_(flag, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def get(self) -> bool:
