@@ -60,8 +60,8 @@ class Mesh:
     ``ep``, ``edp`` (the same for experts), ``replica`` (the ranks that share a batch: tp, cp and pp), ``ends`` (first
     and last stage of a pipeline, where they are on two ranks; others stand on an axis of their own), ``world``, and
     ``tp:n`` for every proper divisor n of tp: blocks of n neighbouring tensor-parallel ranks (they share a key/value head
-    under GQA); and with ``cp_comm="a2a+p2p"`` ``cp:a2a``, neighbouring context-parallel ranks that exchange heads, and
-    ``cp:p2p``, the ranks of a ring across them.
+    under GQA), and ``cp:n`` likewise (they share a short sequence); and with ``cp_comm="a2a+p2p"`` ``cp:a2a``, neighbouring
+    context-parallel ranks that exchange heads, and ``cp:p2p``, the ranks of a ring across them.
 
     Args:
         parallelism: the layout that was asked for.
@@ -169,9 +169,9 @@ def _rank_sets(parallelism: Parallelism, world_size: int) -> dict[str, list[tupl
         size = parallelism.num_exchanging
         sets["cp:a2a"] = [ranks[i : i + size] for ranks in sets["cp"] for i in range(0, len(ranks), size)]
         sets["cp:p2p"] = [ranks[i::size] for ranks in sets["cp"] for i in range(size)]
-    for size in range(2, parallelism.tp):
-        if parallelism.tp % size == 0:
-            sets[f"tp:{size}"] = [ranks[i : i + size] for ranks in sets["tp"] for i in range(0, len(ranks), size)]
+    for name, whole in (("tp", parallelism.tp), ("cp", parallelism.cp)):
+        for size in (size for size in range(2, whole) if whole % size == 0):
+            sets[f"{name}:{size}"] = [ranks[i : i + size] for ranks in sets[name] for i in range(0, len(ranks), size)]
     return sets
 
 

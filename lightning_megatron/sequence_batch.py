@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 from lightning_megatron.comm import all_gather
 from lightning_megatron.context_parallel.layout import SequenceLayout, end_borders
 from lightning_megatron.mesh import Axis, Mesh
-from lightning_megatron.micro_batch import MicroBatches, leaves, open_container, rows_of
+from lightning_megatron.micro_batch import MicroBatches, leaves, open_container
 from lightning_megatron.pipeline.model import PipelineModel
 
-PACKING = ("cu_seqlens", "max_seqlen", "deal_rows")
+PACKING = ("cu_seqlens", "max_seqlen", "cp_blocks")
 """Entries of a batch that describe its documents; they stay as they are."""
 _IGNORED_LABEL = -100
 
@@ -41,13 +42,15 @@ class SequenceCut:
     def __init__(self, size: int, rank: int, *, multiple: int, checks: bool = True) -> None:
         self.size, self.rank, self.multiple, self._checks = size, rank, multiple, checks
         self.layout: SequenceLayout | None = None
+        self._block: slice | None = None
 
     def __call__(self, batch: Any, *, length: int | None = None, padding: Mapping[str, float] | None = None) -> Any:
         """This rank's part of a batch: every tensor ``[B, S, ...]`` becomes ``[B, S/cp, ...]``; the rest stays.
 
         With ``cu_seqlens`` in the batch (``[B, n + 1]``, or ``[n + 1]`` of a single row) each document is cut on its own.
         A length that does not divide is padded at the end: labels and targets by -100, tokens, positions and masks by 0.
-        With a true ``deal_rows`` in the batch each rank gets whole rows instead, every ``cp``-th.
+        With ``cp_blocks`` in the batch, pairs ``(ranks, tokens)``, a row is laid end to end of parts of so many tokens, each of
+        which so many neighbouring ranks share; no document reaches from one into another.
 
         Args:
             batch: tensors in any nest of dicts, lists, tuples and dataclasses.
@@ -55,11 +58,11 @@ class SequenceCut:
             padding: what to pad other tensors by, by their names in the batch.
 
         Raises:
-            ValueError: no tensor has a sequence dim; a length needs padding, and it is not known by what; documents, or rows
-                to deal, do not divide.
+            ValueError: no tensor has a sequence dim; a length needs padding, and it is not known by what; documents do not
+                divide; blocks are not those of the row or of the ranks.
         """
-        if isinstance(batch, Mapping) and batch.get("deal_rows") and self.size > 1:
-            return self._deal(batch)
+        if isinstance(batch, Mapping) and batch.get("cp_blocks") is not None and self.size > 1:
+            return self._in_block(batch, padding)
         length = sequence_length(batch) if length is None else length
         padded = length + -length % self.multiple if self.size > 1 else length
         documents = self._documents(batch, padded, is_cut=self.size > 1)
@@ -76,6 +79,8 @@ class SequenceCut:
         """
         if self.layout is None:
             raise RuntimeError("cut.tensor(...) was called before cut(batch), which finds out how the sequences lie.")
+        if self._block is not None:
+            tensor = tensor[:, self._block]
         missing = self.layout.length - tensor.shape[1]
         if missing:
             tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing), value=padding)
@@ -84,18 +89,24 @@ class SequenceCut:
             return tensor.index_select(1, index[0])
         return tensor[torch.arange(len(tensor), device=tensor.device)[:, None], index]
 
-    def _deal(self, batch: Mapping[str, Any]) -> Any:
-        """Every ``size``-th row, beginning with row ``rank``: ``[B, S, ...] -> [B / size, S, ...]``."""
-        length, num_rows = sequence_length(batch), next(_named(batch)).shape[0]
-        if num_rows % self.size:
-            raise ValueError(
-                f"deal_rows: {num_rows} rows do not divide over the cp={self.size} ranks that they are dealt to; give a "
-                f"multiple, rows of padding among them."
-            )
-        own = rows_of(batch, slice(self.rank, None, self.size), num_rows)
-        borders, longest = self._documents(own, length, is_cut=False)
-        self.layout = SequenceLayout(length, length, cu_seqlens=borders, max_document=longest, dealt=self.size)
-        return own
+    def _in_block(self, batch: Mapping[str, Any], padding: Mapping[str, float] | None) -> Any:
+        """This rank's part of its block's part of the rows: ``[B, S, ...] -> [B, tokens / ranks, ...]``."""
+        blocks = tuple((int(ranks), int(tokens)) for ranks, tokens in batch["cp_blocks"])
+        length = sequence_length(batch)
+        first, place, (ranks, tokens) = block_of(blocks, self.rank, num_ranks=self.size, length=length)
+        self._block = slice(place, place + tokens)
+        part = _narrowed(batch, length, self._block)
+        part["cp_blocks"] = None
+        if "cu_seqlens" in batch:
+            borders = batch["cu_seqlens"]
+            if borders.device.type == "cpu":
+                _check_blocks(borders, blocks)
+            part["cu_seqlens"] = (borders - place).clamp(0, tokens)
+        inner = SequenceCut(ranks, self.rank - first, multiple=2 * ranks, checks=self._checks)
+        part = inner(part, length=tokens, padding=padding)
+        assert inner.layout is not None
+        self.layout = replace(inner.layout, blocks=blocks)
+        return part
 
     def _documents(self, batch: Any, padded: int, *, is_cut: bool) -> tuple[Tensor | None, int | None]:
         borders = batch.get("cu_seqlens") if isinstance(batch, Mapping) else None
@@ -213,32 +224,84 @@ def _check_knows_layouts(module: nn.Module, mesh: Mesh) -> None:
 
 
 def joined(output: Any, layout: SequenceLayout | None, axis: Axis) -> Any:
-    """Per-token outputs of all ranks in order, without padding: ``[B, S/cp, ...] -> [B, S, ...]``; the rest stays.
-
-    Where rows were dealt, ``[B/cp, S, ...] -> [B, S, ...]``.
-    """
-    if layout is None or layout.size * layout.dealt == 1:
+    """Per-token outputs of all ranks in order, without padding: ``[B, S/cp, ...] -> [B, S, ...]``; the rest stays."""
+    if layout is None or (layout.size == 1 and not layout.blocks):
         return output
-    if layout.dealt > 1:
-        return tree_map_only(Tensor, lambda tensor: _undealt(tensor, layout, axis), output)
 
     def whole(tensor: Tensor) -> Tensor:
         if tensor.dim() < 2 or tensor.shape[1] != layout.local_length:
             return tensor
-        gathered = all_gather(tensor, axis, dim=1)
-        index = layout.gathered(layout.size, tensor.device)
+        index = layout.own_index(tensor.device).expand(len(tensor), -1)
+        gathered, places = _of_all(tensor, layout, axis), _of_all(index + _place(layout, axis), layout, axis)
         rows = torch.arange(len(tensor), device=tensor.device)[:, None]
-        return gathered[rows, index][:, : layout.num_real]
+        ordered = torch.empty_like(gathered)
+        ordered[rows, places] = gathered
+        return ordered[:, : layout.num_real] if not layout.blocks else ordered
 
     return tree_map_only(Tensor, whole, output)
 
 
-def _undealt(tensor: Tensor, layout: SequenceLayout, axis: Axis) -> Tensor:
-    if tensor.dim() < 2 or tensor.shape[1] != layout.length:
-        return tensor
-    parts = all_gather(tensor, axis, dim=0).unflatten(0, (axis.size, -1))  # type: ignore[no-untyped-call]
-    rows: Tensor = parts.transpose(0, 1).flatten(0, 1)
-    return rows
+def _place(layout: SequenceLayout, axis: Axis) -> int:
+    """Where in a row this rank's block begins."""
+    if not layout.blocks:
+        return 0
+    length = sum(tokens for _, tokens in layout.blocks)
+    return block_of(layout.blocks, axis.rank, num_ranks=axis.size, length=length)[1]
+
+
+def _of_all(tensor: Tensor, layout: SequenceLayout, axis: Axis) -> Tensor:
+    """Tokens of all ranks one after the other, however many each has: ``[B, own, ...] -> [B, S, ...]``."""
+    held = [tokens // ranks for ranks, tokens in layout.blocks for _ in range(ranks)] or [tensor.shape[1]] * axis.size
+    longest = max(held)
+    padded = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, longest - tensor.shape[1]))
+    parts = all_gather(padded, axis, dim=1).split(longest, dim=1)  # type: ignore[no-untyped-call]
+    return torch.cat([part[:, :number] for part, number in zip(parts, held, strict=True)], dim=1)
+
+
+def block_of(
+    blocks: tuple[tuple[int, int], ...], rank: int, *, num_ranks: int, length: int
+) -> tuple[int, int, tuple[int, int]]:
+    """The block of a rank among ``cp_blocks``: its first rank, its first token, and itself.
+
+    Raises:
+        ValueError: ranks or tokens do not add up; a block does not divide the ranks, begins in the middle of such a block,
+            or cannot be cut into ``2 * ranks`` chunks.
+    """
+    first, place, found = 0, 0, None
+    for ranks, tokens in blocks:
+        if ranks < 1 or num_ranks % ranks or first % ranks or tokens < 1 or tokens % (2 * ranks if ranks > 1 else 1):
+            raise ValueError(
+                f"cp_blocks={list(blocks)}: block ({ranks}, {tokens}) at rank {first} of cp={num_ranks}. Its ranks must divide "
+                f"cp and the number of the rank it begins at, and its tokens be a multiple of 2 * ranks."
+            )
+        if first <= rank < first + ranks:
+            found = (first, place, (ranks, tokens))
+        first, place = first + ranks, place + tokens
+    if first != num_ranks or place != length or found is None:
+        raise ValueError(
+            f"cp_blocks={list(blocks)} are {first} ranks and {place} tokens, but the rows have {length} tokens "
+            f"and cp={num_ranks}."
+        )
+    return found
+
+
+def _check_blocks(borders: Tensor, blocks: tuple[tuple[int, int], ...]) -> None:
+    ends = torch.tensor([tokens for _, tokens in blocks]).cumsum(0)
+    rows = borders.view(-1, borders.shape[-1])
+    missing = ends[~(rows[:, :, None] == ends).any(dim=1).all(dim=0)]
+    if len(missing):
+        raise ValueError(
+            f"cp_blocks={list(blocks)} end at token {int(missing[0])}, where cu_seqlens have no border: a document would "
+            f"lie on ranks that do not attend to each other."
+        )
+
+
+def _narrowed(node: Any, length: int, places: slice) -> Any:
+    """Every tensor ``[B, S, ...]`` of a batch at some places, ``[B, n, ...]``; the rest stays."""
+    if isinstance(node, Tensor):
+        return node[:, places] if node.dim() > 1 and node.shape[1] == length else node
+    opened = open_container(node)
+    return node if opened is None else opened.rebuild([_narrowed(child, length, places) for child in opened.children])
 
 
 def sequence_length(batch: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,13 +31,13 @@ class ContextParallelAttention:
         comm: ``p2p``: keys and values go around a ring; ``all_gather``: every rank gathers all of them; ``a2a``: each rank
             gets all tokens of some heads (Ulysses, Jacobs et al. 2023); ``a2a+p2p``: that among neighbouring ranks, and a
             ring across.
-        whole: all ranks.
-        inner, outer: of ``a2a+p2p``.
+        axes: this rank's block of neighbouring ranks by how many share a sequence: all of them, or a divisor.
+        inner, outer: of ``a2a+p2p``. Fewer ranks than ``inner`` share a sequence by ``a2a``, others but not all by ``p2p``.
         block: computes a tile.
     """
 
     comm: Comm
-    whole: Axis
+    axes: Mapping[int, Axis]
     inner: Axis
     outer: Axis
     block: BlockAttention
@@ -44,28 +45,37 @@ class ContextParallelAttention:
     @classmethod
     def of(cls, mesh: Mesh, block: BlockAttention) -> ContextParallelAttention:
         """As the mesh's parallelism says."""
-        return cls(mesh.parallelism.cp_comm, mesh.cp, mesh["cp:a2a"], mesh["cp:p2p"], block)
+        blocks = [axis for name, axis in mesh.axes.items() if name[:3] == "cp:" and name[3:].isdigit()]
+        axes = {axis.size: axis for axis in (*blocks, mesh.cp)}
+        return cls(mesh.parallelism.cp_comm, axes, mesh["cp:a2a"], mesh["cp:p2p"], block)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, layout: SequenceLayout, pattern: Pattern) -> Tensor:
         """Queries ``[S/cp, B, h, d]``, keys and values ``[S/cp, B, g, d]`` with g dividing h, to ``[S/cp, B, h, d]``.
 
         Raises:
-            ValueError: heads that do not divide over the ranks that exchange them.
+            ValueError: heads that do not divide over the ranks that exchange them; a number of ranks that have no axis.
         """
         if layout.size == 1:
             tiling = Tiling(layout, pattern, q.device)
             return tiled_attention(q, k, v, tiles=tiling.gathered(), block=self.block)
-        if self.comm == "p2p":
-            return ring_attention(q, k, v, ring=Ring(self.whole, Tiling(layout, pattern, q.device), self.block))
-        if self.comm == "all_gather":
+        if layout.size not in self.axes:
+            raise ValueError(
+                f"{layout.size} ranks cannot share a sequence: cp={max(self.axes)} has no such blocks of neighbours."
+            )
+        axis, comm = self.axes[layout.size], self.comm
+        if comm == "a2a+p2p" and layout.size < max(self.axes):
+            comm = "a2a" if layout.size <= self.inner.size else "p2p"
+        if comm == "p2p":
+            return ring_attention(q, k, v, ring=Ring(axis, Tiling(layout, pattern, q.device), self.block))
+        if comm == "all_gather":
             return self._gathered(q, k, v, layout, pattern)
-        if self.comm == "a2a":
-            return self._exchanged(q, k, v, layout, pattern, inner=self.whole, outer=None)
+        if comm == "a2a":
+            return self._exchanged(q, k, v, layout, pattern, inner=axis, outer=None)
         return self._exchanged(q, k, v, layout, pattern, inner=self.inner, outer=self.outer)
 
     def _gathered(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, pattern: Pattern) -> Tensor:
         groups = k.shape[2]
-        both = all_gather_from(torch.cat((k, v), dim=2), self.whole, 0)
+        both = all_gather_from(torch.cat((k, v), dim=2), self.axes[layout.size], 0)
         ordered = _gathered_order(both, layout, layout.size)
         k, v = ordered[:, :, :groups], ordered[:, :, groups:]
         tiling = Tiling(layout, pattern, q.device)

@@ -1,11 +1,17 @@
 """Dynamic context parallelism: as many ranks for a document as it needs, planned for one step. Pure data; nothing runs here.
 
+``data.DynamicPackingCollator`` makes batches of a plan, ``sequence_batch`` cuts them, and attention takes the axis ``cp:n``.
+
 Note [Degrees]
 A short document on many ranks is cut into slivers whose keys and values travel for nothing; a long one on few ranks does not
-fit. So each micro-batch gets the smallest power of two of neighbouring ranks that holds its longest document, and enough
-that no document alone takes longer than the step would at perfect balance. Blocks of ranks nest, and larger ones go first:
-a rank then waits only for the other ranks of a block to end what they did before, and gradients meet at the end of the
-step alone. Because losses are sums over tokens, divided by the global count, it does not matter who computes which part.
+fit. So each micro-batch gets the smallest block of neighbouring ranks that holds its longest document, and enough that no
+document alone takes longer than the step would at perfect balance. Blocks have 1, 2, 4, ... ranks (in general each a multiple
+of the one before, and all of them the last), so that they nest, and larger ones go first: a rank then waits only for the
+other ranks of a block to end what they did before, and gradients meet at the end of the step alone. Because losses are sums
+over tokens, divided by the global count, it does not matter who computes which part.
+
+So the i-th micro-batches of all ranks are whole blocks, side by side (``waves``): larger blocks went first, and all ranks of a
+block have had the same number of micro-batches before.
 """
 
 from __future__ import annotations
@@ -47,7 +53,7 @@ class PlannedMicroBatch:
     """What one block of ranks runs together.
 
     Args:
-        first_rank, degree: the block: ranks ``first_rank .. first_rank + degree - 1`` of the dp x cp ranks.
+        first_rank, degree: the block: ranks ``first_rank .. first_rank + degree - 1``.
         documents: their numbers.
         cost: time on each rank.
     """
@@ -88,26 +94,27 @@ def plan_step(
 
     Args:
         lengths: tokens of each document.
-        num_ranks: dp times cp, a power of two.
+        num_ranks: ranks that there are: cp. (Blocks of one rank are what data parallelism is: give cp all ranks.)
         tokens_per_rank: tokens that a rank can hold in one micro-batch.
         cost: the time of things.
-        min_degree: least ranks of a block, a power of two; ``num_ranks`` gives static context parallelism.
+        min_degree: least ranks of a block, one of ``degrees(num_ranks)``; ``num_ranks`` gives static context parallelism.
 
     Raises:
-        ValueError: ``num_ranks`` is no power of two, or a document does not fit all ranks together.
+        ValueError: ``min_degree`` is no size of a block, or a document does not fit all ranks together.
     """
-    if num_ranks < 1 or num_ranks & (num_ranks - 1):
-        raise ValueError(f"num_ranks={num_ranks} is no power of two, so blocks of ranks do not nest; use static cp.")
+    chain = degrees(num_ranks)
+    if min_degree not in chain:
+        raise ValueError(f"min_degree={min_degree} is no size of a block of {num_ranks} ranks: use one of {list(chain)}.")
     if too_long := [length for length in lengths if not 1 <= length <= num_ranks * tokens_per_rank]:
         raise ValueError(
             f"a document of {too_long[0]} tokens does not fit {num_ranks} ranks of {tokens_per_rank} tokens: raise "
             f"tokens_per_rank or the number of ranks, or cut it."
         )
     ideal = sum(cost.of_document(length) for length in lengths) / num_ranks
-    degrees = [max(min_degree, _degree(length, num_ranks, tokens_per_rank, cost, ideal)) for length in lengths]
+    needed = [max(min_degree, _degree(length, chain, tokens_per_rank, cost, ideal)) for length in lengths]
     loads, planned = [0.0] * num_ranks, []
-    for degree in sorted(set(degrees), reverse=True):
-        members = [i for i, own in enumerate(degrees) if own == degree]
+    for degree in sorted(set(needed), reverse=True):
+        members = [i for i, own in enumerate(needed) if own == degree]
         for documents in _microbatches(members, lengths, degree, tokens_per_rank, cost, ideal):
             time = cost.of_microbatch([lengths[i] for i in documents], degree)
             starts = range(0, num_ranks, degree)
@@ -129,11 +136,42 @@ def simulate_step(plan: Sequence[PlannedMicroBatch], num_ranks: int) -> Simulati
     return Simulation(tuple(busy), tuple(finish))
 
 
-def _degree(length: int, num_ranks: int, tokens_per_rank: int, cost: Cost, ideal: float) -> int:
-    degree = 1
-    while degree < num_ranks and (length > degree * tokens_per_rank or cost.of_document(length) / degree > ideal):
-        degree *= 2
-    return degree
+def waves(plan: Sequence[PlannedMicroBatch], num_ranks: int) -> list[list[PlannedMicroBatch]]:
+    """The micro-batches of a plan by when they come: the i-th of each rank together. See Note [Degrees].
+
+    Each wave covers all ranks, in order; ranks that have nothing left get a block of their own without documents.
+    """
+    turns: list[list[PlannedMicroBatch]] = [[] for _ in range(num_ranks)]
+    for microbatch in plan:
+        for rank in microbatch.ranks:
+            turns[rank].append(microbatch)
+    found = []
+    for turn in range(max(map(len, turns), default=0)):
+        wave, rank = list[PlannedMicroBatch](), 0
+        while rank < num_ranks:
+            has_one = turn < len(turns[rank])
+            wave.append(turns[rank][turn] if has_one else PlannedMicroBatch(rank, 1, (), 0.0))
+            assert wave[-1].first_rank == rank
+            rank += wave[-1].degree
+        found.append(wave)
+    return found
+
+
+def degrees(num_ranks: int) -> tuple[int, ...]:
+    """Sizes of blocks, each a multiple of the one before: 1, 2, 4, 8 for 8 ranks; 1, 2, 6 for 6."""
+    found, rest, factor = [1], num_ranks, 2
+    while rest > 1:
+        if rest % factor:
+            factor += 1
+            continue
+        found.append(found[-1] * factor)
+        rest //= factor
+    return tuple(found)
+
+
+def _degree(length: int, chain: tuple[int, ...], tokens_per_rank: int, cost: Cost, ideal: float) -> int:
+    fitting = (n for n in chain if length <= n * tokens_per_rank and cost.of_document(length) / n <= ideal)
+    return next(fitting, chain[-1])
 
 
 def _microbatches(

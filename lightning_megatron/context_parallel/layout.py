@@ -28,7 +28,8 @@ class SequenceLayout:
         cu_seqlens: int64 ``[B, n + 1]``, borders of the documents in each row, from 0 to S; repeated borders are empty
             documents. ``None``: each row is one document.
         max_document: length of the longest document, or an upper bound.
-        dealt: ranks over which whole rows were dealt instead, like cards (``size`` is 1 then).
+        blocks: where neighbouring ranks share a part of a wider row, the number of ranks and the tokens of each such part, in
+            order; all of the above then says how this rank's part lies.
     """
 
     length: int
@@ -37,7 +38,7 @@ class SequenceLayout:
     rank: int = 0
     cu_seqlens: Tensor | None = None
     max_document: int | None = None
-    dealt: int = 1
+    blocks: tuple[tuple[int, int], ...] = ()
 
     @property
     def local_length(self) -> int:

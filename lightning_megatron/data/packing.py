@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.context_parallel.balance import attention_pairs
+from lightning_megatron.context_parallel.dynamic import Cost, PlannedMicroBatch, plan_step, waves
 from lightning_megatron.micro_batch import MicroBatches
 
 IGNORE_INDEX = -100
@@ -124,64 +124,67 @@ class PackingCollator:
 
 
 class DynamicPackingCollator:
-    """A collate function under context parallelism that cuts only the documents that are too long for one rank.
+    """A collate function under context parallelism that cuts each document over as few ranks as it needs.
 
-    Cutting a document costs an exchange of its keys and values; a short one is cut into slivers for nothing. So documents of
-    up to ``seq_len / cp`` tokens are packed into rows of that length, ``cp`` rows a micro-batch, of which each rank gets one
-    (``deal_rows``); longer ones are packed into rows of ``seq_len``, one a micro-batch, and cut. A rank holds ``seq_len / cp``
-    tokens either way. Rows that are dealt together are those whose attention costs about the same, so that no rank waits
-    long for another.
+    Cutting a document costs an exchange of its keys and values; a short one is cut into slivers for nothing. So each gets the
+    smallest block of neighbouring ranks that holds it (1, 2, 4, ... of the cp ranks), documents are packed together for each
+    block, and blocks are chosen so that ranks have about as much to do; see ``context_parallel.dynamic``. A rank holds
+    ``seq_len / cp`` tokens at most. Losses are those of the documents one by one.
 
-    The batch is a ``MicroBatches`` of what ``PackingCollator`` makes: give the strategy no size of micro-batches that would
-    contradict it. The documents that are cut come first.
+    The batch is a ``MicroBatches``, the longest documents first. Each micro-batch is a single row ``[1, S']`` as
+    ``PackingCollator`` makes it, of S' up to S, in which the parts of the blocks lie end to end, with
+
+    - ``cp_blocks``: pairs (ranks, tokens), which blocks those are.
+
+    Give the strategy no size of micro-batches that would contradict it.
 
     Args:
-        seq_len: S, tokens of a row that is cut; a multiple of ``2 * cp`` times cp.
+        seq_len: S, the longest document, and what all ranks hold together; a multiple of ``2 * cp`` times cp.
         cp: context-parallel ranks.
         pad_token: token that stands at padding.
+        cost: what balances ranks: time of a token and of a query-key pair; by default ``Cost()``.
+        round_to: a rank's tokens in a micro-batch are rounded up to a multiple of this (up to ``S / cp``), so that few
+            shapes come up.
 
     Raises:
-        ValueError: S does not divide; in a call: a document is longer than S.
+        ValueError: S does not divide, or ``round_to`` is odd; in a call: a document is longer than S.
     """
 
-    def __init__(self, seq_len: int, cp: int, *, pad_token: int = 0) -> None:
+    def __init__(self, seq_len: int, cp: int, *, pad_token: int = 0, cost: Cost | None = None, round_to: int = 128) -> None:
         if cp < 1 or seq_len % (2 * cp * cp):
             raise ValueError(
                 f"seq_len={seq_len} does not divide by 2 * cp * cp = {2 * cp * cp}: rows are cut into 2 * cp chunks, and a "
                 f"rank's share, a row of its own, into as many. Choose a multiple."
             )
-        self.cp, self._share = cp, seq_len // cp
-        self._cut = PackingCollator(seq_len, multiple_of=2 * cp, pad_token=pad_token)
-        self._whole = PackingCollator(self._share, pad_token=pad_token)
+        if round_to < 2 or round_to % 2:
+            raise ValueError(f"round_to={round_to}: give an even number of tokens; a rank holds two chunks of a document.")
+        self.cp, self._share, self._cost, self._round_to = cp, seq_len // cp, cost or Cost(), round_to
+        self._pad_token = pad_token
+
+    def plan(self, lengths: Sequence[int]) -> list[list[PlannedMicroBatch]]:
+        """Which documents run together and where, micro-batch by micro-batch; see ``context_parallel.dynamic.waves``."""
+        padded = [length + -length % (2 * self.cp) for length in lengths]
+        return waves(plan_step(padded, num_ranks=self.cp, tokens_per_rank=self._share, cost=self._cost), self.cp)
 
     def __call__(self, documents: Sequence[Tensor | Mapping[str, Tensor]]) -> MicroBatches:
         """Pack one batch; see the class."""
         lengths = [len(document["tokens"] if isinstance(document, Mapping) else document) for document in documents]
-        long, short = (
-            [d for d, n in zip(documents, lengths, strict=True) if (n > self._share) is is_long] for is_long in (True, False)
-        )
-        parts: list[dict[str, Any]] = []
-        if long:
-            packed = self._cut(long)
-            parts += [self._rows(packed, [row]) for row in range(len(packed["tokens"]))]
-        if short:
-            packed = self._whole(short)
-            costs = [sum(map(attention_pairs, borders)) for borders in packed["cu_seqlens"].diff(dim=1).tolist()]
-            order = sorted(range(len(costs)), key=lambda row: (-costs[row], row))
-            for start in range(0, len(order), self.cp):
-                parts.append({**self._dealt(packed, order[start : start + self.cp]), "deal_rows": True})
-        return MicroBatches(parts)
+        return MicroBatches([self._row(wave, documents, lengths) for wave in self.plan(lengths)])
 
-    def _dealt(self, packed: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-        """One row for each rank; rows of padding where there are too few."""
-        found = self._rows(packed, rows)
-        missing = self.cp - len(rows)
-        fill = {"tokens": self._whole.pad_token, "labels": IGNORE_INDEX, "cu_seqlens": self._share}
-        for name, value in fill.items() if missing else ():
-            found[name] = F.pad(found[name], (0, 0, 0, missing), value=value)
-        found["cu_seqlens"][:, 0] = 0
-        return {**found, "max_seqlen": self._share if missing else found["max_seqlen"]}
-
-    @staticmethod
-    def _rows(packed: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-        return {name: value[rows] if isinstance(value, Tensor) else value for name, value in packed.items()}
+    def _row(
+        self, wave: list[PlannedMicroBatch], documents: Sequence[Tensor | Mapping[str, Tensor]], lengths: list[int]
+    ) -> dict[str, Any]:
+        parts, blocks, start = [], [], 0
+        for block in wave:
+            multiple = 2 * block.degree if block.degree > 1 else 1
+            held = sum(lengths[i] + -lengths[i] % multiple for i in block.documents)
+            unit = self._round_to * block.degree
+            size = min(max(held, 1) + -max(held, 1) % unit, self._share * block.degree)
+            packed = PackingCollator(size, multiple_of=multiple, num_rows=1, pad_token=self._pad_token)(
+                [documents[i] for i in block.documents]
+            )
+            parts.append({**packed, "cu_seqlens": packed["cu_seqlens"] + start})
+            blocks.append((block.degree, size))
+            start += size
+        row = {name: torch.cat([part[name] for part in parts], dim=1) for name in ("tokens", "labels", "cu_seqlens")}
+        return {**row, "max_seqlen": max(part["max_seqlen"] for part in parts), "cp_blocks": blocks}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
 from lightning_megatron.context_parallel.balance import attention_pairs, imbalance, plain_pairs, zigzag_pairs
-from lightning_megatron.context_parallel.dynamic import Cost, plan_step, simulate_step
+from lightning_megatron.context_parallel.dynamic import Cost, degrees, plan_step, simulate_step, waves
 from lightning_megatron.data.packing import first_fit_decreasing
 
 
@@ -88,8 +89,26 @@ def test_a_plan_of_equal_short_documents_uses_no_block_of_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "num_ranks", "message"),
-    [([10], 6, "num_ranks=6 is no power of two"), ([90], 8, "a document of 90 tokens does not fit 8 ranks of 10 tokens")],
+    [([90], 8, "a document of 90 tokens does not fit 8 ranks of 10 tokens")],
 )
 def test_plans_that_cannot_be_are_refused_with_the_numbers(lengths: list[int], num_ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_step(lengths, num_ranks=num_ranks, tokens_per_rank=10)
+    with pytest.raises(ValueError, match=r"min_degree=4 is no size of a block of 6 ranks: use one of \[1, 2, 6\]"):
+        plan_step([1], num_ranks=6, tokens_per_rank=10, min_degree=4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4, 6, 8, 12])
+def test_waves_are_whole_blocks_side_by_side_in_the_order_of_each_rank(num_ranks: int) -> None:
+    assert all(not larger % smaller for smaller, larger in pairwise(degrees(num_ranks)))
+    generator = random.Random(3)
+    for _ in range(20):
+        lengths = [generator.choice([10, 100, 500, 1000]) for _ in range(30)]
+        plan = plan_step(lengths, num_ranks=num_ranks, tokens_per_rank=1000 // num_ranks + 1)
+        found = waves(plan, num_ranks)
+        for wave in found:
+            assert [rank for block in wave for rank in block.ranks] == list(range(num_ranks))
+            assert all(block.first_rank % block.degree == 0 for block in wave)
+        for rank in range(num_ranks):
+            own = [block for wave in found for block in wave if rank in block.ranks and block.documents]
+            assert own == [block for block in plan if rank in block.ranks]

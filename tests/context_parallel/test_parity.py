@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -109,15 +109,15 @@ def test_replicas_are_bitwise_equal_after_three_adamw_steps() -> None:
 
 # Packed documents. The reference runs each document by itself, so it knows nothing of packing.
 
-LENGTHS = [3, 16, 1, 7, 5, 8, 11, 2, 9, 4, 6, 13]
+LENGTHS = (3, 16, 1, 7, 5, 8, 11, 2, 9, 4, 6, 13)
 SEQUENCE = 24
 
 
-def documents(vocab_size: int) -> list[dict[str, Tensor]]:
+def documents(vocab_size: int, lengths: Sequence[int]) -> list[dict[str, Tensor]]:
     """Documents with unequal masks; the second has no label that counts."""
     generator = torch.Generator().manual_seed(5)
     made = []
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         tokens, labels = torch.randint(vocab_size, (2, length), generator=generator)
         keep = torch.rand(length, generator=generator) < (0.7 if number != 1 else 0.0)
         made.append({"tokens": tokens, "labels": labels.masked_fill(~keep, IGNORE_INDEX)})
@@ -125,11 +125,11 @@ def documents(vocab_size: int) -> list[dict[str, Tensor]]:
 
 
 @cache
-def one_by_one(config: GPTConfig) -> Outcome:
+def one_by_one(config: GPTConfig, lengths: Sequence[int] = LENGTHS) -> Outcome:
     model = GPT(config, seed=SEED, dtype=torch.float64)
     initial = {f"model.{name}": value.detach().clone() for name, value in model.state_dict().items()}
     load_unsharded(model, harness.random_gains(model), strict=False)
-    samples = documents(config.vocab_size)
+    samples = documents(config.vocab_size, lengths)
     num_tokens = sum(int((sample["labels"] != IGNORE_INDEX).sum()) for sample in samples)
     losses = [model(sample["tokens"][None], labels=sample["labels"][None]).sum() for sample in samples]
     loss = torch.stack(losses).sum() / num_tokens
@@ -140,14 +140,16 @@ def one_by_one(config: GPTConfig) -> Outcome:
     return Outcome({k: harness._cut(v, final[k]) for k, v in initial.items()}, final, [float(loss.detach())], [norm])
 
 
-def packed_run(config: GPTConfig, options: dict[str, Any], *, collate: Callable[..., Any]) -> Outcome:
+def packed_run(
+    config: GPTConfig, options: dict[str, Any], *, collate: Callable[..., Any], lengths: Sequence[int] = LENGTHS
+) -> Outcome:
     L.seed_everything(SEED, verbose=False)
     strategy = MegatronStrategy(**options)
     module = harness.ParityModule(config, optimizer="sgd", dtype=torch.float64)
     devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, precision="64-true", max_steps=1, **quiet)
-    samples = documents(config.vocab_size)
+    samples = documents(config.vocab_size, lengths)
     loader = DataLoader(samples, batch_size=len(samples) // strategy.dp_size, collate_fn=collate)  # type: ignore[arg-type]
     trainer.fit(module, loader)
     return Outcome(module.initial, strategy.full_state_dict(), module.losses, module.norms)
@@ -177,20 +179,31 @@ def test_packed_documents_train_as_they_would_one_by_one(case: str) -> None:
     assert_same(ranks, one_by_one(config), losses="dp2" not in case)
 
 
-DYNAMIC: dict[str, tuple[int, dict[str, Any], int]] = {
-    "cp2": (2, {"cp": 2}, 24),
-    "cp4": (4, {"cp": 4}, 32),
-    "cp2 pp2": (4, {"cp": 2, "pp": 2}, 24),
+# Documents that need one, two and all of four ranks.
+MIXED_LENGTHS = (*LENGTHS, 30, 20, 3, 7)
+DYNAMIC: dict[str, tuple[int, dict[str, Any], GPTConfig]] = {
+    "cp2": (2, {"cp": 2}, LLAMA_GQA),
+    "cp4": (4, {"cp": 4}, LLAMA_GQA),
+    "cp4, learned positions": (4, {"cp": 4}, GPT2_TIED),
+    "cp4 all_gather": (4, {"cp": 4, "cp_comm": "all_gather"}, LLAMA_GQA),
+    "cp4 a2a": (4, {"cp": 4, "cp_comm": "a2a"}, LLAMA_GQA),
+    "cp4 a2a+p2p": (4, {"cp": 4, "cp_comm": "a2a+p2p"}, LLAMA_GQA),
+    "cp4 window": (4, {"cp": 4}, WINDOW),
+    "cp4 tp2": (8, {"cp": 4, "tp": 2}, LLAMA_GQA),
+    "cp4 pp2": (8, {"cp": 4, "pp": 2}, LLAMA_GQA),
+    "cp4 dp2": (8, {"cp": 4}, LLAMA_GQA),
 }
 
 
 @pytest.mark.parametrize("case", DYNAMIC)
-def test_documents_that_fit_one_rank_stay_whole_and_train_the_same(case: str) -> None:
-    world_size, options, seq_len = DYNAMIC[case]
-    collate = DynamicPackingCollator(seq_len, options["cp"])
-    assert {bool(part.get("deal_rows")) for part in collate(documents(67))} == {True, False}
-    ranks = run_distributed(lambda: packed_run(LLAMA_GQA, options, collate=collate), world_size)
-    assert_same(ranks, one_by_one(LLAMA_GQA), losses="dp2" not in case)
+def test_documents_on_as_few_ranks_as_they_need_train_the_same(case: str) -> None:
+    world_size, options, config = DYNAMIC[case]
+    config = replace(config, max_seq_len=32)
+    collate = DynamicPackingCollator(32, options["cp"], round_to=2)
+    used = {ranks for part in collate(documents(67, MIXED_LENGTHS)) for ranks, _ in part["cp_blocks"]}
+    assert used == ({1, 2, 4} if options["cp"] == 4 else {1, 2})
+    ranks = run_distributed(lambda: packed_run(config, options, collate=collate, lengths=MIXED_LENGTHS), world_size)
+    assert_same(ranks, one_by_one(config, MIXED_LENGTHS), losses="dp2" not in case)
 
 
 # A rank without any valid token.

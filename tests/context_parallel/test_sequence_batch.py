@@ -194,20 +194,54 @@ def test_predictions_of_each_token_come_back_in_order_without_padding(world_size
         assert found["number"] in (0, [0, 0])  # one for each micro-batch
 
 
-def dealt(options: dict[str, Any]) -> list[Any]:
-    batch = {"tokens": torch.stack([row["tokens"] for row in rows()]), "deal_rows": True}
-    return trainer_of(options).predict(Plain(), DataLoader([batch], batch_size=None))  # type: ignore[return-value]
+BLOCKS = [(2, 8), (1, 2), (1, 6)]
 
 
-def test_predictions_for_rows_that_were_dealt_come_back_in_order() -> None:
-    ((expected,),) = run_distributed(lambda: dealt({}), 1)
-    for (found,) in run_distributed(lambda: dealt({"cp": 2}), 2):
-        assert torch.equal(found["best"], expected["best"])
+def in_blocks(options: dict[str, Any]) -> list[Any]:
+    rows = torch.randint(67, (2, 16), generator=torch.Generator().manual_seed(4))
+    batch = {"tokens": rows, "cu_seqlens": torch.tensor([[0, 4, 8, 10, 16, 16], [0, 8, 10, 13, 14, 16]]), "cp_blocks": BLOCKS}
+    return trainer_of(options).predict(Documents(), DataLoader([batch], batch_size=None))  # type: ignore[return-value]
 
 
-def test_rows_that_cannot_be_dealt_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"3 rows do not divide over the cp=2 ranks that they are dealt to"):
-        cut_of(0)({"tokens": torch.ones(3, 8), "deal_rows": True})
+class Documents(Plain):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        borders = batch["cu_seqlens"] if batch["cp_blocks"] is not None else None
+        logits: Tensor = self.model(batch["tokens"], cu_seqlens=borders)
+        return logits
+
+
+def test_predictions_of_ranks_that_hold_unequal_blocks_come_back_in_order() -> None:
+    ((expected,),) = run_distributed(lambda: in_blocks({}), 1)
+    for (found,) in run_distributed(lambda: in_blocks({"cp": 4}), 4):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_gets_its_part_of_its_block(rank: int) -> None:
+    tokens = torch.arange(16)[None]
+    cut = cut_of(rank, size=4, multiple=8)
+    batch = cut({"tokens": tokens, "cu_seqlens": torch.tensor([[0, 4, 8, 10, 16]]), "cp_blocks": BLOCKS})
+    own = [[0, 3, 4, 7], [1, 2, 5, 6], [8, 9], [10, 11, 12, 13, 14, 15]][rank]
+    assert batch["tokens"].tolist() == [own]
+    assert cut.layout is not None
+    assert (cut.layout.size, cut.layout.rank) == [(2, 0), (2, 1), (1, 0), (1, 0)][rank]
+    assert cut.tensor(tokens[..., None])[..., 0].tolist() == [own]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([(2, 8), (1, 8)], "are 3 ranks and 16 tokens, but the rows have 16 tokens and cp=4"),
+        ([(2, 8), (2, 4)], "are 4 ranks and 12 tokens, but the rows have 16 tokens and cp=4"),
+        ([(1, 4), (2, 8), (1, 4)], r"block \(2, 8\) at rank 1 of cp=4"),
+        ([(2, 10), (2, 6)], r"block \(2, 10\) at rank 0"),
+        ([(2, 12), (2, 4)], "end at token 12, where cu_seqlens have no border"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(blocks: list[tuple[int, int]], message: str) -> None:
+    batch = {"tokens": torch.ones(1, 16), "cu_seqlens": torch.tensor([0, 8, 16]), "cp_blocks": blocks}
+    with pytest.raises(ValueError, match=message):
+        cut_of(0, size=4, multiple=8)(batch)
 
 
 def fitted(shard: str) -> list[Any]:

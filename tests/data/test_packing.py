@@ -79,22 +79,35 @@ def test_shifted_labels_stop_at_the_borders_of_documents() -> None:
     assert shift_labels(tokens, cu_seqlens=borders).tolist() == expected
 
 
-def test_dynamic_packing_cuts_only_what_is_too_long_and_deals_rows_of_like_cost() -> None:
+def test_dynamic_packing_cuts_documents_over_as_few_ranks_as_they_need() -> None:
     generator = random.Random(3)
-    lengths = [generator.choice([3, 9, 17, 30, 50, 100]) for _ in range(40)]
+    lengths = [generator.choice([3, 9, 17, 30, 50, 100]) for _ in range(80)]
     documents = [torch.full((n,), i + 1) for i, n in enumerate(lengths)]
-    batch = DynamicPackingCollator(128, 4)(documents)
     seen: list[int] = []
-    for part in batch:
-        dealt = bool(part.get("deal_rows"))
-        assert part["tokens"].shape == ((4, 32) if dealt else (1, 128))
-        held = [int(token) for token in part["tokens"].unique() if token]
-        assert all((lengths[i - 1] <= 32) is dealt for i in held)
-        assert part["cu_seqlens"][:, 0].eq(0).all()
-        assert part["cu_seqlens"][:, -1].eq(part["tokens"].shape[1]).all()
-        seen += held
-    assert sorted(seen) == list(range(1, 41))
-    assert batch.sizes == [4 if part.get("deal_rows") else 1 for part in batch]
+    for part in DynamicPackingCollator(128, 4, round_to=2)(documents):
+        assert part["cu_seqlens"][0, 0] == 0
+        assert part["cu_seqlens"][0, -1] == part["tokens"].shape[1] == sum(tokens for _, tokens in part["cp_blocks"])
+        assert sum(ranks for ranks, _ in part["cp_blocks"]) == 4
+        for (ranks, tokens), row in zip(
+            part["cp_blocks"], part["tokens"][0].split([tokens for _, tokens in part["cp_blocks"]]), strict=True
+        ):
+            held = [int(token) for token in row.unique() if token]
+            assert tokens <= 32 * ranks
+            assert ranks == 1 or any(lengths[i - 1] > 32 * ranks // 2 for i in held)
+            seen += held
+    assert sorted(seen) == list(range(1, 81))
+
+
+def test_dynamic_packing_gives_ranks_about_as_much_to_do() -> None:
+    generator = random.Random(1)
+    for _ in range(20):
+        lengths = [min(4096, int(generator.lognormvariate(6.0, 1.2)) + 1) for _ in range(128)]
+        busy = [0.0] * 4
+        for wave in DynamicPackingCollator(8192, 4).plan(lengths):
+            for block in wave:
+                for rank in block.ranks:
+                    busy[rank] += block.cost
+        assert max(busy) <= 1.1 * sum(busy) / 4
 
 
 def test_dynamic_packing_of_a_length_that_does_not_divide_is_refused() -> None:
