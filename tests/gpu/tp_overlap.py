@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.initialize import materialize
 from lightning_megatron.layers.graphs import graph_layers
 from lightning_megatron.mesh import Mesh, use_mesh
 from lightning_megatron.models import GPT, GPTConfig
@@ -43,7 +44,8 @@ def built(config: GPTConfig, pieces: int, *, sequence_parallel: bool = True) -> 
     parallelism = Parallelism(tp=dist.get_world_size(), sequence_parallel=sequence_parallel, tp_overlap=pieces)
     mesh = Mesh.create(parallelism, device=torch.device("cuda", torch.cuda.current_device()))
     with use_mesh(mesh):
-        model = GPT(config, seed=0, dtype=torch.bfloat16)
+        model = GPT(config, dtype=torch.bfloat16)
+    materialize(model, device=mesh.device, seed=0)
     for param in model.parameters():
         param.grad_dtype = torch.float32
         param.grad = torch.zeros(param.shape, device=param.device)
