@@ -82,7 +82,7 @@ class MegatronPrecision(Precision):
             tensor itself), ``blockwise``, ``mxfp8``, ``nvfp4``. What the GPU cannot do is refused by name.
         fp8_head: multiply the vocabulary head in 8 bits as well (of models that do not share it with the embedding).
         fp8_attention: the products of attention in 8 bits as well: causal, whole rows, no dropout, heads of 128.
-        fp8_params: parameters in 8 bits. Only ``False`` in this version.
+        fp8_params: the model holds the weights of 8-bit products in 8 bits, with fp32 main values in the optimizer alone.
         first_last_layers_bf16: layers at each end of the model that stay in bf16, as one number or two.
         fp8_history_steps: optimizer steps that ``delayed`` looks back on.
         fp8_margin: powers of two of headroom that ``delayed`` leaves.
@@ -115,16 +115,17 @@ class MegatronPrecision(Precision):
             raise ValueError(f"loss_scale=... is for 16-mixed and 16-true; precision={precision!r} needs none.")
         self.scaler = (loss_scale or DynamicLossScale()) if in_fp16 else None
         self.finishers: dict[int, GradientFinisher] = {}
-        refuse_later(fp8_params=fp8_params)
-        _refuse_without(fp8, fp8_head=fp8_head, fp8_attention=fp8_attention)
+        _refuse_without(fp8, fp8_head=fp8_head, fp8_attention=fp8_attention, fp8_params=fp8_params)
         ends = (first_last_layers_bf16,) * 2 if isinstance(first_last_layers_bf16, int) else first_last_layers_bf16
         options: dict[str, Any] = {"history_steps": fp8_history_steps, "margin": fp8_margin, "head": fp8_head}
-        options |= {"attention": fp8_attention}
+        options |= {"attention": fp8_attention, "params": fp8_params}
         options |= {"first_layers_bf16": ends[0], "last_layers_bf16": ends[1]}
         self.fp8 = None if fp8 is None else Fp8Options(recipe=fp8, **options)
         """What is multiplied in 8 bits."""
         if fp8 is not None and self.param_dtype != torch.bfloat16:
             raise ValueError(f"fp8={fp8!r} goes with bf16-mixed or bf16-true, not with precision={precision!r}.")
+        if fp8_params and not self.main_params_in_fp32:
+            raise ValueError(f"fp8_params=True needs fp32 main parameters: use bf16-mixed, not precision={precision!r}.")
         self._scales: list[Scales] = []
         self._reduce_max: Callable[[Tensor], Tensor] = _alone
 
@@ -294,17 +295,6 @@ def _chosen_scale(plugin: Precision) -> DynamicLossScale | None:
     init_scale, growth_factor, backoff_factor, growth_interval = chosen
     factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
     return DynamicLossScale(init_scale, **factors, growth_interval=growth_interval, hysteresis=1)
-
-
-def refuse_later(**options: bool) -> None:
-    """Refuse options whose capability is yet to come.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    for name, value in options.items():
-        if value:
-            raise ValueError(f"{name}={value!r} is not there yet in this version; leave {name}=False.")
 
 
 def _refuse_without(fp8: str | None, **options: bool) -> None:

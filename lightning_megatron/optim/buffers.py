@@ -10,7 +10,7 @@ it is reduced. ``None`` means zero, as torch has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,8 @@ from lightning_megatron.weight_gradients import close_sum, is_summed, open_sum
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+NARROW = "float8"
+"""``dtype_key`` of parameters that the model holds in 8 bits: see ``optim/narrow.py``."""
 
 
 class GradientSlot:
@@ -100,7 +102,7 @@ class Bucket:
 
     Args:
         plan: the layout.
-        params: the parameters by name; their ``data`` and ``grad`` become views.
+        params: the parameters by name; their ``data`` (but in a narrow bucket) and ``grad`` become views.
         axis: the ranks that share the bucket, one shard each.
         reduce_dtype: what gradients travel in, if not in the buffer's own dtype.
     """
@@ -118,7 +120,8 @@ class Bucket:
         dtype, device = self.params[0].dtype, self.params[0].device
         # A collective hands shards out by position in the process group, and a group sorts its ranks.
         self.index = sorted(axis.ranks).index(axis.ranks[axis.rank])
-        self.values = torch.zeros(plan.numel, dtype=dtype, device=device)
+        self.is_narrow = plan.dtype_key == NARROW
+        self.values = torch.zeros(plan.numel, dtype=torch.uint8 if self.is_narrow else dtype, device=device)
         grad_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.gradients = torch.zeros(plan.numel, dtype=grad_dtype, device=device)
         self.reduce_dtype = reduce_dtype or grad_dtype
@@ -127,10 +130,11 @@ class Bucket:
         self._gathering: Work | None = None
         self.slots = []
         for placement, param in zip(plan.placements, self.params, strict=True):
-            view = self.values[placement.start : placement.stop].view(param.shape)
-            view.copy_(param.detach())
             param.grad = None
-            param.data = view
+            if not self.is_narrow:
+                view = self.values[placement.start : placement.stop].view(param.shape)
+                view.copy_(param.detach())
+                param.data = view
             self.slots.append(GradientSlot(param, self.gradients[placement.start : placement.stop].view(param.shape)))
 
     def own(self, flat: Tensor) -> Tensor:
@@ -241,6 +245,7 @@ def build_buckets(
     stages: Mapping[nn.Parameter, tuple[int, ...]],
     reduce_dtype: torch.dtype | None = None,
     whole: bool = False,
+    narrow: Container[nn.Parameter] = (),
 ) -> list[Bucket]:
     """Lay parameters out: dense ones sharded over ``mesh.dp_cp``, experts over ``mesh["edp"]``.
 
@@ -251,27 +256,28 @@ def build_buckets(
         stages: the pipeline stages that use a parameter, where there are several on this rank.
         reduce_dtype: what gradients of fp32 buffers travel in.
         whole: keep each parameter inside one rank's shard.
+        narrow: parameters that the model is to hold in 8 bits.
 
     Raises:
         ValueError: a parameter that is not floating point.
     """
-    slots = [_slot(name, param, stages.get(param, ())) for name, param in named]
+    slots = [_slot(name, param, stages.get(param, ()), narrow=param in narrow) for name, param in named]
     buckets = []
     for axis, expert in ((mesh.dp_cp, False), (mesh["edp"], True)):
         mine = [slot for slot in slots if slot.expert is expert]
         for plan in plan_buckets(mine, bucket_numel=bucket_numel, num_shards=axis.size, whole=whole):
-            narrow = reduce_dtype if plan.dtype_key != str(torch.float64) else None
-            buckets.append(Bucket(plan, dict(named), axis=axis, reduce_dtype=narrow))
+            reduced = reduce_dtype if plan.dtype_key != str(torch.float64) else None
+            buckets.append(Bucket(plan, dict(named), axis=axis, reduce_dtype=reduced))
     # In the order in which a backward fills them: experts among the dense ones around them.
     order = {name: index for index, (name, _) in enumerate(named)}
     return sorted(buckets, key=lambda bucket: -order[bucket.plan.placements[-1].name])
 
 
-def _slot(name: str, param: nn.Parameter, stages: tuple[int, ...]) -> ParamSlot:
+def _slot(name: str, param: nn.Parameter, stages: tuple[int, ...], *, narrow: bool) -> ParamSlot:
     if param.dtype not in (*SIXTEEN_BIT, torch.float32, torch.float64):
         raise ValueError(
             f"parameter {name!r} has dtype {param.dtype}; the distributed optimizer trains bfloat16, float16, float32 and "
             f"float64. Convert it, or set requires_grad=False."
         )
     sharding = sharding_of(param)
-    return ParamSlot(name, param.numel(), str(param.dtype), sharding.expert, sharding.tied, stages)
+    return ParamSlot(name, param.numel(), NARROW if narrow else str(param.dtype), sharding.expert, sharding.tied, stages)

@@ -70,6 +70,8 @@ def cut_buckets(
     """
     cut = Cut()
     copies = main_params and config.main_param != "none"
+    if any(bucket.is_narrow for bucket in buckets):
+        _check_narrow(config, main_params=main_params, whole=whole)
     total = sum(bucket.plan.numel // bucket.plan.num_shards for bucket in buckets)
     host_room = config.offload_fraction * total
     for bucket in buckets:
@@ -79,6 +81,8 @@ def cut_buckets(
             if shared is None:
                 continue
             view = values[shared.shard_start : shared.shard_stop]
+            if bucket.is_narrow:
+                view = param.detach().reshape(-1)[shared.start : shared.stop].float()  # the main values themselves
             gradient = gradients[shared.shard_start : shared.shard_stop]
             on_host, host_room = host_room > 0, host_room - view.numel()
             main, store = _main(view, param, name=names[param], config=config, copied=copies, on_host=on_host, whole=whole)
@@ -117,7 +121,22 @@ def _main(
     if copied and (remainder or on_host):
         store = RemainderStore(view, host=on_host) if remainder else CopyStore(view, host=on_host)
         return nn.Parameter(placeholder(view.numel(), dtype=torch.float32, device=view.device).view(shape)), store
-    return nn.Parameter((view.float() if copied else view).view(shape)), None
+    return nn.Parameter((view.float() if copied and view.dtype != torch.float32 else view).view(shape)), None
+
+
+def _check_narrow(config: DistributedOptimizerConfig, *, main_params: bool, whole: bool) -> None:
+    """Refuse what parameters in 8 bits cannot go with: nobody but the optimizer has their values.
+
+    Raises:
+        ValueError: by name.
+    """
+    if not main_params or config.main_param != "fp32":
+        asked = f"main_param={config.main_param!r}" if main_params else "precision='bf16-true'"
+        raise ValueError(f"fp8_params=True needs main parameters in fp32, not {asked}; use 'bf16-mixed' and main_param='fp32'.")
+    if config.offload_fraction > 0.0:
+        raise ValueError(f"fp8_params=True keeps main values on the device: offload_fraction={config.offload_fraction}; set 0.")
+    if whole:
+        raise ValueError("fp8_params=True is for elementwise optimizers, such as torch.optim.AdamW; set fp8_params=False.")
 
 
 def _main_dtype(view: Tensor, *, copied: bool) -> torch.dtype:

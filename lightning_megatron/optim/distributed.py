@@ -30,6 +30,7 @@ from lightning_megatron.optim.elementwise import install_shards, trainable_param
 from lightning_megatron.optim.finish import GradientFinisher
 from lightning_megatron.optim.guard import ParameterGuard, wait_in_forwards
 from lightning_megatron.optim.kept import KeptValues
+from lightning_megatron.optim.narrow import Holders, NarrowParameters
 from lightning_megatron.optim.reduction import check_agreement, plan_sums
 from lightning_megatron.optim.shards import Shard, by_dtype
 from lightning_megatron.optim.stepper import Stepper
@@ -55,6 +56,7 @@ class DistributedOptimizer:
         main_params: keep fp32 copies of 16-bit parameters and update those; otherwise the 16-bit values are updated.
         stages: the parameters of each pipeline stage on this rank, as ``last_backward`` and ``backward_done`` name them. By
             default there is one stage, 0.
+        narrow: the parameters that the model is to hold in 8 bits, and the layers that multiply by them.
 
     Attributes:
         optimizer: the optimizer that was given.
@@ -75,6 +77,7 @@ class DistributedOptimizer:
         config: DistributedOptimizerConfig | None = None,
         main_params: bool = True,
         stages: Mapping[int, Sequence[nn.Parameter]] | None = None,
+        narrow: Holders | None = None,
     ) -> None:
         whole = wants_whole_parameters(optimizer)
         trainable = trainable_parameters(optimizer, named_parameters)
@@ -88,6 +91,7 @@ class DistributedOptimizer:
             stages=_stages_of(stages),
             reduce_dtype=torch.bfloat16 if config.grad_reduce_dtype == "bf16" else None,
             whole=whole,
+            narrow=narrow or {},
         )
         names = {param: name for name, param in trainable}
         self._arrivals = Arrivals(self._buckets, names, stages=stages, mesh=mesh, overlap=config.overlap_grad_reduce)
@@ -97,6 +101,8 @@ class DistributedOptimizer:
         self.shards = self._cut.shards
         self._sums = plan_sums(self._cut.local, self._cut.gradients, mesh=mesh)
         check_agreement(self._buckets, self._sums, mesh=mesh)
+        self._narrow = NarrowParameters(self._buckets, self._cut.local, narrow or {})
+        self._send_narrow()
         install_shards(optimizer, self.shards)
         self._shown: dict[Tensor, Tensor] = {}  # main parameters that hold their values for now
         self.kept = KeptValues(optimizer, self._cut, config)
@@ -225,6 +231,7 @@ class DistributedOptimizer:
         self.wait_parameters()  # of the step before, if nothing has read them
         for mains, values in self._copies(written=self._stepper.writes_values):
             torch._foreach_copy_(values, mains)
+        self._narrow.publish()
         for bucket in reversed(self._buckets):  # in the order in which a forward wants them
             bucket.launch_gather()
         self.zero_gradients()
@@ -283,6 +290,7 @@ class DistributedOptimizer:
         self.wait_parameters()
         for mains, values in self._copies():
             torch._foreach_copy_(mains, values)
+        self._narrow.refresh()
         for main, store in self._cut.stores.items():
             store.refresh()
             if main in self._shown:
@@ -319,6 +327,31 @@ class DistributedOptimizer:
                 store.write(main.detach().view(-1), 0, main.numel())
                 main.data = empty[main]
 
+    @contextmanager
+    def wide_parameters(self, *, changed: bool = False) -> Iterator[None]:
+        """Inside the ``with`` block parameters that the model holds in 8 bits have values, to save, show or load them.
+
+        All ranks enter it together. ``changed``: main values may be others afterwards, and the 8 bits follow them.
+        """
+        self.wait_parameters()
+        with self._narrow.wide():
+            yield
+        if changed and self._narrow.is_in_use:
+            self._send_narrow()
+
+    def widen_parameters(self) -> None:
+        """Give parameters in 8 bits values of their own for good: there are no more steps. All ranks call it together."""
+        self.wait_parameters()
+        self._narrow.close()
+
+    def _send_narrow(self) -> None:
+        self._narrow.publish()
+        for bucket in self._buckets:
+            if bucket.is_narrow:
+                bucket.launch_gather()
+        self.wait_parameters()
+        self._narrow.narrow()
+
     def _copies(self, *, written: bool = False) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Main shards that are copies, and the ranges of the parameter buffer they belong to, one pair of lists a dtype.
 
@@ -343,7 +376,7 @@ class DistributedOptimizer:
 
         The optimizer keeps its shards. The parameters can be laid out anew for another optimizer.
         """
-        self.wait_parameters()
+        self.widen_parameters()
         for bucket in self._buckets:
             bucket.release()
         self._arrivals.close()

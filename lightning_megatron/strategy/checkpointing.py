@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,18 +115,18 @@ class CheckpointingStrategy(ProcessesStrategy):
         if accumulated:
             own["num_tokens"], ours["per_token"] = self._steps._num_tokens, self._steps._per_token
         path = self.broadcast(str(filepath))
-        self._wait_parameters()
-        checkpoints.save(
-            path,
-            module=self._ready.module,
-            optimizers=self._distributed if with_optimizer else [],
-            meta={**checkpoint, "lightning_megatron": ours},
-            mesh=self.mesh,
-            own=own,
-            accumulated=accumulated,
-            background=self._background_saver(),
-            older=self._durable if _links_to_last(trainer) is not None else None,
-        )
+        with self._wide_parameters():
+            checkpoints.save(
+                path,
+                module=self._ready.module,
+                optimizers=self._distributed if with_optimizer else [],
+                meta={**checkpoint, "lightning_megatron": ours},
+                mesh=self.mesh,
+                own=own,
+                accumulated=accumulated,
+                background=self._background_saver(),
+                older=self._durable if _links_to_last(trainer) is not None else None,
+            )
         self._durable = path
         if self.is_global_zero and (link := _links_to_last(trainer)):
             checkpoints.announce_link(Path(link), Path(path))
@@ -183,6 +184,14 @@ class CheckpointingStrategy(ProcessesStrategy):
         for distributed in self._distributed:
             distributed.wait_parameters()
 
+    @contextmanager
+    def _wide_parameters(self, *, changed: bool = False) -> Iterator[None]:
+        """Inside the ``with`` block parameters have arrived, and hold values also where the model holds 8 bits."""
+        with ExitStack() as stack:
+            for distributed in self._distributed:
+                stack.enter_context(distributed.wide_parameters(changed=changed))
+            yield
+
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill this rank's parameters and optimizer shards from a checkpoint directory, or from a single-file checkpoint."""
@@ -190,11 +199,11 @@ class CheckpointingStrategy(ProcessesStrategy):
         path = self.broadcast(str(checkpoint_path))
         if weights_only is None:
             weights_only = self._checkpoint_config.weights_only
-        self._wait_parameters()
-        loaded = self._load(path, weights_only)
-        if not loaded.optimizers:
-            for distributed in self._distributed:
-                distributed.refresh_main()
+        with self._wide_parameters(changed=True):
+            loaded = self._load(path, weights_only)
+            if not loaded.optimizers:
+                for distributed in self._distributed:
+                    distributed.refresh_main()
         if self._ready.module.trainer.state.fn == TrainerFn.FITTING and "lightning_megatron" in loaded.meta:
             self._go_on_from(loaded, Path(path))
             self._durable = path

@@ -334,14 +334,20 @@ def check_layers(model: PipelineModel, parallelism: Parallelism) -> None:
     check_sharing(model, owned, ranks=ranks, ends=(rank_of[0], rank_of[num_stages - 1]))
 
 
-def check_trainer(trainer: Trainer, parallelism: Parallelism) -> None:
-    """Refuse callbacks whose way of working a pipeline or ZeRO-1 breaks.
+def check_trainer(trainer: Trainer, parallelism: Parallelism, fp8: Fp8Options | None = None) -> None:
+    """Refuse callbacks whose way of working a pipeline, ZeRO-1 or parameters in 8 bits break.
 
     Raises:
         ValueError: naming the callback.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) and parallelism.pp > 1:
+        averages = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
+        if averages and fp8 is not None and fp8.params:
+            raise ValueError(
+                f"{type(callback).__name__} averages the model's own parameters, which have no values with fp8_params=True; "
+                f"remove the callback, or set fp8_params=False."
+            )
+        if averages and parallelism.pp > 1:
             raise ValueError(
                 f"{type(callback).__name__} averages a full copy of the model, which no rank has with pp={parallelism.pp}; "
                 f"remove the callback or set pp=1."

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron.layers.te_backend import narrow_weights
 from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizer, DistributedOptimizerConfig
 from lightning_megatron.precision import MegatronPrecision
@@ -77,6 +78,7 @@ class SteppingStrategy(CheckpointingStrategy):
             config=self._optimizer_config,
             main_params=self._precision.main_params_in_fp32,
             stages=stage_parameters(self._module, self._ready.parts, self._ready._model),
+            narrow=narrow_weights(self._module) if self._precision.fp8 is not None and self._precision.fp8.params else None,
         )
         distributed.wait_in_forwards(self._module)
         return distributed
@@ -191,7 +193,8 @@ class SteppingStrategy(CheckpointingStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self._wait_parameters()
+        for distributed in self._distributed:
+            distributed.widen_parameters()
 
     @override
     def on_validation_start(self) -> None:

@@ -221,8 +221,8 @@ class MegatronStrategy(SteppingStrategy):
     @override
     def full_state_dict(self) -> dict[str, Tensor]:
         """The complete unsharded state: global name -> CPU tensor. Every rank calls it together and gets all of it."""
-        self._wait_parameters()
-        return full_state_dict(self._ready)
+        with self._wide_parameters():
+            return full_state_dict(self._ready)
 
     # Set-up of model, optimizers, data
 
@@ -274,7 +274,7 @@ class MegatronStrategy(SteppingStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        options.check_trainer(trainer, self.parallelism)
+        options.check_trainer(trainer, self.parallelism, self.precision_plugin.fp8)
         module = self.lightning_module
         if self._prepared is None or self._prepared.module is not module:
             self._prepare(module)

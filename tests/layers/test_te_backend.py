@@ -109,7 +109,6 @@ def test_a_format_that_the_chip_has_is_taken() -> None:
     [
         ({"fp8": "fp9"}, "fp8='fp9' is unknown"),
         ({"fp8": "delayed", "precision": "32-true"}, "fp8='delayed' goes with bf16-mixed or bf16-true"),
-        ({"fp8": "delayed", "fp8_params": True}, "fp8_params=True is not there yet"),
         ({"fp8_attention": True}, "fp8_attention=True says what is in 8 bits, but fp8=None"),
         ({"fp8_head": True}, "fp8_head=True says what is in 8 bits, but fp8=None"),
         ({"fp8": "mxfp8", "fp8_attention": True}, "fp8_attention=True goes with fp8='delayed', 'current' or 'blockwise'"),

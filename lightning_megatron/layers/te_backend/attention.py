@@ -162,11 +162,12 @@ class _NoteResult(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (longest,) = ctx.saved_tensors
-        rows = torch.linalg.vector_norm(grad.unflatten(-1, (ctx.heads, -1)), dim=-1, dtype=torch.float32)
+        rows = torch.linalg.vector_norm(grad.reshape(*grad.shape[:-1], ctx.heads, -1), dim=-1, dtype=torch.float32)
         bound = (2.0 * longest * rows.amax()).view(1)
         remember([ctx.slots.grad_out, ctx.slots.grad_scores], [_largest(grad), bound])
         return grad, None, None, None
 
 
 def _largest(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.detach(), float("inf"), dtype=torch.float32).view(1)
+    largest: Tensor = torch.linalg.vector_norm(x.detach(), float("inf"), dtype=torch.float32)
+    return largest.view(1)

@@ -34,6 +34,9 @@ from lightning_megatron.weight_gradients import now_or_later, waits
 class WeightCache:
     """One weight in 8 bits, made once for all micro-batches of an optimizer step.
 
+    Of a parameter that the optimizer holds in 8 bits (``WeightHolder`` in ``optim/narrow.py``) it makes the form that products
+    need and bytes and factor are not.
+
     Attributes:
         is_pinned: somebody knows where it lies (a CUDA graph): it is made anew in the same place.
     """
@@ -42,6 +45,7 @@ class WeightCache:
         self.is_pinned = False
         self._key: tuple[object, ...] | None = None
         self._narrow: Narrow = None
+        self._held: tuple[Tensor, Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightCache:
         return WeightCache()
@@ -53,14 +57,30 @@ class WeightCache:
         """The weight in 8 bits, made anew if it may have changed."""
         if not operations.is_narrow:
             return weight.detach()
-        key = (epoch, weight._version, weight.data_ptr())
+        key = (epoch, weight._version, weight.data_ptr()) if self._held is None else ("held",)
         if key != self._key:
-            made, self._key = operations.quantize_weight(weight), key
+            made = operations.quantize_weight(weight) if self._held is None else operations.held_weight(*self._held)
+            self._key = key
             if self.is_pinned and self._narrow is not None:
                 _overwrite(self._narrow, made)
             else:
                 self._narrow = made
         return self._narrow
+
+    def hold(self, rows: Tensor, scale_inv: Tensor) -> None:
+        """See ``WeightHolder``."""
+        self._held = rows, scale_inv
+        self._forget()
+
+    def let_go(self) -> None:
+        """See ``WeightHolder``."""
+        self._held = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._key = None
+        if not self.is_pinned:
+            self._narrow = None
 
 
 @dataclass

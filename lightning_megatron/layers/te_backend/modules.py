@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from math import gcd
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.mlp import MLP, GatedMLP
@@ -161,6 +162,16 @@ class FusedMLP(MLP):
         down: Any = self.down
         transformed: Tensor = down(self.up(hidden), "gelu")
         return transformed
+
+
+def narrow_weights(module: nn.Module) -> dict[nn.Parameter, list[WeightCache]]:
+    """The weights that a model's layers multiply by in 8 bits and nobody else uses, and what may hold them in 8 bits."""
+    uses = Counter(id(param) for child in module.modules() for param in child._parameters.values())
+    found: dict[nn.Parameter, list[WeightCache]] = {}
+    for child in module.modules():
+        if isinstance(child, (FusedColumnLinear, FusedRowLinear, NarrowHead)) and child.scales is not None:
+            found.setdefault(child.weight, []).append(child.job.cache)
+    return {weight: caches for weight, caches in found.items() if len(caches) == uses[id(weight)]}
 
 
 def _job(linear: Any, operations: Operations, scales: Scales | None, given: Handoff | None = None) -> Job:

@@ -33,6 +33,10 @@ class Operations(Protocol):
         """``[out, in]``, both forms, by the weight's own largest magnitude."""
         ...
 
+    def held_weight(self, rows: Tensor, scale_inv: Tensor) -> Narrow:
+        """What ``quantize_weight`` made elsewhere: e4m3 bytes ``[out, in]`` and the inverse of their factor, fp32 ``[1]``."""
+        ...
+
     def add_norm_quantized(
         self, hidden: Tensor, added: Tensor | None, gain: Tensor, eps: float, *, slot: Slot | None, record: bool
     ) -> tuple[Tensor, Narrow, Tensor] | None:

@@ -26,6 +26,7 @@ class Fp8Options:
             128 elements. ``mxfp8`` and ``nvfp4``: block formats of Blackwell.
         head: multiply the vocabulary head in 8 bits as well.
         attention: the products of attention in 8 bits as well, by factors of earlier steps whatever the recipe.
+        params: the model holds the weights of its products in 8 bits alone; wide values are with the optimizer.
         first_layers_bf16, last_layers_bf16: layers at either end of the model that stay in 16 bits.
         history_steps: optimizer steps that ``delayed`` looks back on.
         margin: powers of two of headroom that ``delayed`` leaves above the largest magnitude it remembers.
@@ -37,6 +38,7 @@ class Fp8Options:
     recipe: Recipe = "delayed"
     head: bool = False
     attention: bool = False
+    params: bool = False
     first_layers_bf16: int = 0
     last_layers_bf16: int = 0
     history_steps: int = 16
@@ -48,6 +50,11 @@ class Fp8Options:
         for name, least in (("first_layers_bf16", 0), ("last_layers_bf16", 0), ("history_steps", 1), ("margin", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be {least} or more.")
+        if self.params and not self.is_per_tensor:
+            raise ValueError(
+                f"fp8_params=True holds one factor a weight, so it goes with fp8='delayed' or 'current', not with "
+                f"fp8={self.recipe!r}; leave fp8_params=False."
+            )
         if self.attention and self.recipe in ("mxfp8", "nvfp4"):
             raise ValueError(
                 f"fp8_attention=True goes with fp8='delayed', 'current' or 'blockwise', not with fp8={self.recipe!r}: "

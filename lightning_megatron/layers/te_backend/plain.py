@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, sqrt
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +78,10 @@ class PlainOperations:
             return weight
         amax = weight.abs().amax().float().view(1)
         return _rounded(weight, _own_scale(amax, torch.float8_e4m3fn), torch.float8_e4m3fn)
+
+    def held_weight(self, rows: Tensor, scale_inv: Tensor) -> Rounded:
+        """See ``Operations``."""
+        return Rounded(rows.view(torch.float8_e4m3fn), scale_inv)
 
     def add_norm_quantized(
         self, hidden: Tensor, added: Tensor | None, gain: Tensor, eps: float, *, slot: Slot | None, record: bool
@@ -170,13 +174,14 @@ class PlainOperations:
 def _attention_weights(q: Rounded, k: Rounded) -> Tensor:
     """Causal softmax of ``[S, B, h, d]`` and ``[S, B, g, d]``, ``[B, h, S, S]``."""
     wide = q.wide()
-    scores = torch.einsum("sbhd,tbhd->bhst", wide, _of_heads(k.wide(), wide.shape[2])) * wide.shape[3] ** -0.5
+    scores = torch.einsum("sbhd,tbhd->bhst", wide, _of_heads(k.wide(), wide.shape[2])) / sqrt(wide.shape[3])
     return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -inf).softmax(-1)
 
 
 def _narrow_weights(weights: Tensor) -> Tensor:
     """Attention weights in 8 bits: the largest is 1, so their factor never moves."""
-    return (weights * WEIGHTS_SCALE).to(torch.float8_e4m3fn).float() / WEIGHTS_SCALE
+    narrow: Tensor = (weights * WEIGHTS_SCALE).to(torch.float8_e4m3fn)
+    return narrow.float() / WEIGHTS_SCALE
 
 
 def _of_heads(x: Tensor, heads: int) -> Tensor:

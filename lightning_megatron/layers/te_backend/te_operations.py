@@ -76,6 +76,18 @@ class TeOperations:
         """See ``Operations``."""
         return weight.detach() if self._options is None else self._quantizers["weight"](weight.detach())
 
+    def held_weight(self, rows: Tensor, scale_inv: Tensor) -> Narrow:
+        """See ``Operations``."""
+        quantizer = self._quantizers["weight"]
+        return self._storage.Float8TensorStorage(
+            data=rows,
+            data_transpose=self._tex.fp8_transpose(rows, quantizer.dtype, out=None),
+            fp8_scale_inv=scale_inv,
+            fp8_dtype=quantizer.dtype,
+            fake_dtype=torch.bfloat16,
+            quantizer=quantizer,
+        )
+
     def keep_columns(self, x: Narrow) -> Narrow:
         """See ``Operations``."""
         if not isinstance(x, Tensor):
