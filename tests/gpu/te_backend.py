@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.choice import choose_backend
 from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, Scales, TeBackend
-from lightning_megatron.layers.te_backend.scales import AttentionSlots
 from lightning_megatron.layers.te_backend.te_operations import TeOperations
 from lightning_megatron.mesh import Mesh, use_mesh
 from lightning_megatron.models import GPT, GPTConfig
@@ -57,7 +56,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {"tp2 pp2": {"tp": 2, "pp": 2}, "tp4+sp": {"tp": 4}},
 }
-FURTHER = ("delayed+attention", "current+attention")
+FURTHER = ("delayed+attention", "current+attention", "delayed+params", "delayed+head+attention+params")
+CURVES: dict[Any, list[float]] = {}
 FAILED: list[str] = []
 
 
@@ -159,60 +159,6 @@ def pointwise(fast: Any, plain: Any, slots: list[Any], inputs: dict[str, Tensor]
     return {f"{'known' if is_warm else 'own'} {name}": value for name, value in worst.items()}
 
 
-def attention(device: torch.device) -> str:
-    """cuDNN's attention in 8 bits, against the same in plain torch and against fp32; a line for each step of it."""
-    from transformer_engine.pytorch.utils import get_cudnn_version
-
-    print(f"  cuDNN {get_cudnn_version()}, torch says {torch.backends.cudnn.version()}", flush=True)
-    options = Fp8Options(attention=True)
-    shown = []
-    for sizes in ((256, 2, 4, 2), (1024, 1, 8, 8), (2048, 1, 32, 8)):
-        scales = Scales(options)
-        slots = AttentionSlots.of(scales)
-        scales.prepare(device)
-        torch.manual_seed(0)
-        length, batch, heads, groups = sizes
-        fused = torch.randn(length, batch, (heads + 2 * groups) * 128, device=device, dtype=torch.bfloat16)
-        parts = fused.split([heads * 128, groups * 128, groups * 128], dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, 128)) for part in parts)
-        grad = torch.randn_like(q) * 1e-5
-        fast, plain = TeOperations(options, device=device), PlainOperations(options)
-        expected = fp32_attention(q, k, v, grad)
-        for name, amax in zip(("qkv", "out", "grad_out", "grad_scores", "grad_qkv"), (6, 4, 5e-5, 3e-3, 3e-4), strict=True):
-            getattr(slots, name).amax.fill_(amax)
-        for attempt in range(2):
-            scales.advance(lambda numbers: numbers)
-            made = []
-            for ops in (fast, plain):
-                out, kept = ops.attend(q, k, v, slots, record=True)
-                torch.cuda.synchronize()
-                print(f"  {sizes} {type(ops).__name__} forward {relative(out, expected[0]):.1e} of fp32", flush=True)
-                grads = ops.attend_backward(grad, kept, slots)
-                torch.cuda.synchronize()
-                errors = [f"{relative(one, other):.1e}" for one, other in zip(grads, expected[1:], strict=True)]
-                amaxes = [f"{float(slot.amax):.2e}" for slot in (slots.out, slots.grad_scores, slots.grad_qkv)]
-                print(f"  {sizes} {type(ops).__name__} backward {errors} of fp32, amaxes {amaxes}", flush=True)
-                made.append([out, *grads])
-                if ops is fast:
-                    for amax in scales.tensors[2]:
-                        amax.zero_()  # the second step is by what plain torch has met
-            errors = [relative(one, other) for one, other in zip(made[0], expected, strict=True)]
-            apart = [relative(one, other) for one, other in zip(*made, strict=True)]
-            assert errors[0] < 0.1, (sizes, attempt, errors)
-            assert max(errors[1:]) < 0.25, (sizes, attempt, errors)
-            shown.append(" ".join(f"{error:.2f}" for error in errors) + f" ({max(apart):.2f} from plain torch)")
-    return "; ".join(shown)
-
-
-def fp32_attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
-    """Causal attention of ``[S, B, h, d]`` and its gradients, in fp32."""
-    wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
-    q, k, v = (x.permute(1, 2, 0, 3) for x in wide)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
-    return [out.detach(), *torch.autograd.grad(out, wide, grad.float())]
-
-
 def model(config: GPTConfig, device: torch.device, dtype: torch.dtype, backend: Any = None) -> GPT:
     """On one rank, the same values whatever the backend."""
     with use_mesh(Mesh(device=device)):
@@ -265,11 +211,29 @@ def twenty_steps(device: torch.device) -> str:
 def loss_curve(fp8: str, steps: int = 80) -> str:
     """FP8 against bf16: the mean loss of each tenth of the run."""
     config = config_for(fp8)
-    curves = [train({}, recipe, steps=steps, backend="te", config=config) for recipe in (None, fp8)]
+    if (config, steps) not in CURVES:
+        CURVES[config, steps] = train({}, None, steps=steps, backend="te", config=config)
+    curves = [CURVES[config, steps], train({}, fp8, steps=steps, backend="te", config=config)]
     tenths = [torch.tensor(curve).view(-1, steps // 10).mean(1) for curve in curves]
     error = float((tenths[1] / tenths[0] - 1).abs().max())
     assert error < 0.02, tenths
     return f"from {tenths[0][0]:.3f} to {tenths[0][-1]:.3f} (bf16), {tenths[1][-1]:.3f}; largest difference {error:.1e}"
+
+
+def parameters(fp8: str) -> str:
+    """Training with parameters in 8 bits is that without, bit for bit; memory is not."""
+    found = []
+    for name in (fp8, f"{fp8}+params"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        losses = train({}, name)
+        found.append((losses, (torch.cuda.max_memory_allocated() - before) / 2**20))
+        print(f"  {name}: {losses[0]:.6f} to {losses[-1]:.6f}, peak {found[-1][1]:.1f} MiB", flush=True)
+    (wide, _), (narrow, _) = found
+    equal = sum(one == other for one, other in zip(wide, narrow, strict=True))
+    largest = max(abs(one / other - 1) for one, other in zip(narrow, wide, strict=True))
+    assert largest < 5e-3, (wide, narrow)
+    return f"{equal} of {len(wide)} losses equal, largest difference {largest:.1e}"
 
 
 # Under layouts
@@ -365,7 +329,8 @@ def main() -> None:
         return
     if world_size == 1:
         cases["operations"] = partial(operations, device)
-        cases["attention operations"] = partial(attention, device)
+        for fp8 in ("delayed", "current"):
+            cases[f"parameters {fp8}"] = partial(parameters, fp8)
         for name, config in CONFIGS.items():
             cases[f"{name} torch bf16 against fp32"] = partial(against_fp32, config, device, None, "torch")
             for fp8 in (*recipes, "blockwise"):

@@ -1,0 +1,176 @@
+"""cuDNN's attention in 8 bits on a GPU: against the same in plain torch, against fp32, and its time; a line for each step.
+
+python tests/gpu/fp8_attention.py            # right or wrong, then milliseconds of 8 and of 16 bits
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformer_engine.pytorch  # noqa: F401  (it must come before torch loads its own cuDNN)
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from torch import Tensor
+from transformer_engine.pytorch.utils import get_cudnn_version
+
+from lightning_megatron.layers.sequence import SequenceContext
+from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, Scales
+from lightning_megatron.layers.te_backend.attention import NarrowAttention
+from lightning_megatron.layers.te_backend.scales import AttentionSlots
+from lightning_megatron.layers.te_backend.te_operations import TeOperations
+from lightning_megatron.layers.torch_backend import CausalAttention
+from lightning_megatron.mesh import Mesh
+
+NAMES = ("qkv", "out", "grad_out", "grad_scores", "grad_qkv")
+AMAXES = (6.0, 4.0, 5e-5, 3e-3, 3e-4)  # that a first step might note
+Sizes = tuple[int, int, int, int]
+
+
+def relative(one: Tensor, other: Tensor) -> float:
+    """Norm of the difference over the norm of the second."""
+    one, other = one.detach().float(), other.detach().float()
+    return float(torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(other))
+
+
+def inputs(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values as views of one tensor, as a model has them, and a small gradient."""
+    length, batch, heads, groups = sizes
+    torch.manual_seed(0)
+    fused = torch.randn(length, batch, (heads + 2 * groups) * 128, device=device, dtype=torch.bfloat16)
+    parts = fused.split([heads * 128, groups * 128, groups * 128], dim=-1)
+    q, k, v = (part.unflatten(-1, (-1, 128)) for part in parts)
+    return q, k, v, torch.randn_like(q).contiguous() * 1e-5
+
+
+def fp32_attention(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    """Causal attention of ``[S, B, h, d]`` and its gradients, in fp32."""
+    wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in wide)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3)
+    return [out.detach(), *torch.autograd.grad(out, wide, grad.float())]
+
+
+def against_plain(sizes: Sizes, device: torch.device) -> str:
+    """The operations, twice: by assumed magnitudes, and by those that plain torch has met."""
+    options = Fp8Options(attention=True)
+    scales = Scales(options)
+    slots = AttentionSlots.of(scales)
+    scales.prepare(device)
+    q, k, v, grad = inputs(sizes, device)
+    fast, plain = TeOperations(options, device=device, fused=False), PlainOperations(options)
+    expected = fp32_attention(q, k, v, grad)
+    for name, amax in zip(NAMES, AMAXES, strict=True):
+        getattr(slots, name).amax.fill_(amax)
+    shown = []
+    for _ in range(2):
+        scales.advance(lambda numbers: numbers)
+        made = [steps(ops, slots, (q, k, v, grad), expected) for ops in (plain, fast)]
+        errors = [relative(one, other) for one, other in zip(made[1], expected, strict=True)]
+        apart = [relative(one, other) for one, other in zip(*made, strict=True)]
+        assert errors[0] < 0.1, errors
+        assert max(errors[1:]) < 0.25, errors
+        shown.append(" ".join(f"{error:.3f}" for error in errors) + f" of fp32, {max(apart):.3f} of plain torch")
+    return "; ".join(shown)
+
+
+def steps(
+    ops: Any, slots: AttentionSlots, given: tuple[Tensor, Tensor, Tensor, Tensor], expected: list[Tensor]
+) -> list[Tensor]:
+    """Forward and backward, a line after each."""
+    for name in NAMES:
+        getattr(slots, name).amax.zero_()
+    factors = {name: f"2^{int(getattr(slots, name).scale.log2())}" for name in NAMES}
+    print(f"  {type(ops).__name__}, factors {factors}", flush=True)
+    out, kept = ops.attend(*given[:3], slots, record=True)
+    torch.cuda.synchronize()
+    print(f"    forward: {relative(out, expected[0]):.1e} of fp32, kept {[tuple(x.shape) for x in kept]}", flush=True)
+    grads = ops.attend_backward(given[3], kept, slots)
+    torch.cuda.synchronize()
+    errors = [f"{relative(one, other):.1e}" for one, other in zip(grads, expected[1:], strict=True)]
+    met = {name: f"{float(getattr(slots, name).amax):.2e}" for name in NAMES}
+    print(f"    backward: {errors} of fp32, met {met}", flush=True)
+    return [out, *grads]
+
+
+def module(device: torch.device) -> str:
+    """The module over three steps, at a length that is no multiple of 128: the first in 16 bits, and finite gradients."""
+    options = Fp8Options(attention=True)
+    scales = Scales(options)
+    core = NarrowAttention(TeOperations(options, device=device, fused=False), scales, Mesh(device=device))
+    *given, grad = inputs((1000, 2, 8, 2), device)
+    expected = fp32_attention(*given, grad)
+    shown = []
+    for _ in range(3):
+        q, k, v = (x.detach().clone().requires_grad_() for x in given)
+        out = core(q, k, v, SequenceContext(1000, 1000))
+        grads = torch.autograd.grad(out, (q, k, v), grad.flatten(2))
+        errors = [relative(one.view_as(other), other) for one, other in zip((out, *grads), expected, strict=True)]
+        print(f"  step: {[f'{error:.1e}' for error in errors]} of fp32", flush=True)
+        assert max(errors) < (0.02 if not shown else 0.25), errors
+        shown.append(max(errors))
+        scales.advance(lambda numbers: numbers)
+    return " ".join(f"{error:.3f}" for error in shown)
+
+
+def milliseconds(run: Callable[[], Any], num: int = 10) -> float:
+    """The median time of a call."""
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(num)]
+    for _ in range(3):
+        run()
+    for start, end in events:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in events)[num // 2]
+
+
+def times(sizes: Sizes, device: torch.device) -> str:
+    """Forward and backward of a layer's attention, casts included, in 8 bits and in 16."""
+    options = Fp8Options(attention=True)
+    scales = Scales(options)
+    narrow = NarrowAttention(TeOperations(options, device=device, fused=False), scales, Mesh(device=device))
+    wide = CausalAttention(dropout=0.0, mesh=Mesh(device=device))
+    q, k, v, grad = inputs(sizes, device)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    context, shown = SequenceContext(sizes[0], sizes[0]), []
+    torch.autograd.grad(narrow(q, k, v, context), (q, k, v), grad.flatten(2))
+    scales.advance(lambda numbers: numbers)
+    for name, core in (("8 bits", narrow), ("16 bits", wide)):
+        out = core(q, k, v, context)
+        forward = milliseconds(lambda core=core: core(q, k, v, context))
+        backward = milliseconds(lambda out=out: torch.autograd.grad(out, (q, k, v), grad.flatten(2), retain_graph=True))
+        shown.append(f"{name}: forward {forward:.3f} ms, backward {backward:.3f} ms")
+    return "; ".join(shown)
+
+
+def main() -> None:
+    """Run all; a failure does not stop the others."""
+    device = torch.device("cuda", 0)
+    print(f"cuDNN {get_cudnn_version()}, torch says {torch.backends.cudnn.version()}", flush=True)
+    cases: dict[str, Callable[[], str]] = {}
+    for sizes in ((256, 2, 4, 2), (1024, 1, 8, 8), (2048, 1, 32, 8)):
+        cases[f"operations {sizes}"] = lambda sizes=sizes: against_plain(sizes, device)
+    cases["module"] = lambda: module(device)
+    for sizes in ((8192, 1, 32, 8), (4096, 4, 32, 8)):
+        cases[f"times {sizes}"] = lambda sizes=sizes: times(sizes, device)
+    failed = []
+    for name, run in cases.items():
+        try:
+            print(f"passed {name}: {run()}", flush=True)
+        except Exception:
+            failed.append(name)
+            print(f"FAILED {name}: {traceback.format_exc(limit=8)}", flush=True)
+    print(f"{len(failed)} failed: {failed}", flush=True)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
