@@ -183,24 +183,28 @@ class CapturedLayers:
 class _CapturedLayer:
     def __init__(self, module: nn.Module, call: Callable[..., Tensor]) -> None:
         self._call = call
-        self._params = list(module.parameters())
-        self._places = [(param.data_ptr(), param.requires_grad) for param in self._params]
-        self._trained = [param for param in self._params if param.requires_grad]
-        self._totals = [_total(param) for param in self._trained]
-        hooks = [(child, hook) for child in module.modules() for hook in child._forward_pre_hooks.values()]
-        self._waits = [(child, hook) for child, hook in hooks if isinstance(hook, ForwardWait)]
         jobs: list[tuple[Any, Any]] = [(child, getattr(child, "job", None)) for child in module.modules()]
         self._narrow = [child for child, job in jobs if isinstance(job, Job) and job.operations.is_narrow]
         for child in self._narrow:
             child.job.cache.is_pinned = True
+        in_cache = {id(child.weight) for child in self._narrow}  # the graph reads the cache's 8 bits, not the parameter
+        self._params = list(module.parameters())
+        self._read = [param for param in self._params if id(param) not in in_cache]
+        self._places = self._find()
+        self._trained = [param for param in self._params if param.requires_grad]
+        self._totals = [_total(param) for param in self._trained]
+        hooks = [(child, hook) for child in module.modules() for hook in child._forward_pre_hooks.values()]
+        self._waits = [(child, hook) for child, hook in hooks if isinstance(hook, ForwardWait)]
         self.has_backward = self.is_last_backward = False
 
     @property
     def is_valid(self) -> bool:
-        places = [(param.data_ptr(), param.requires_grad) for param in self._params]
-        return places == self._places and all(
+        return self._find() == self._places and all(
             settled_sum(param) is total for param, total in zip(self._trained, self._totals, strict=True)
         )
+
+    def _find(self) -> tuple[list[int], list[bool]]:
+        return [param.data_ptr() for param in self._read], [param.requires_grad for param in self._params]
 
     def prepare(self) -> None:
         """Wait for parameters on their way, as the hooks do that a replay leaves out, and make 8 bits of those that changed."""

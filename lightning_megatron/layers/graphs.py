@@ -28,6 +28,7 @@ from lightning_megatron.weight_gradients import is_summed, settled_sum
 
 WARM_UP = 3
 """Micro-batches of one shape, in a row, before layers are captured."""
+_MOST = 8  # captures of one stack; parameters that are moved more often than that are not worth it
 
 
 class LayerGraphs:
@@ -48,7 +49,7 @@ class LayerGraphs:
         self._layers, self._scales, self._recorder = list(layers), list(scales), recorder
         self._captured: CapturedLayers | None = None
         self._key: Hashable = None
-        self._num_seen = 0
+        self._num_seen = self._num_captures = 0
         self._running: tuple[CapturedLayers, Lease, SequenceContext] | None = None
         self._next = 0
         self._has_warned = False
@@ -99,6 +100,7 @@ class LayerGraphs:
             self._key = key
             if self._num_seen <= WARM_UP or not self._can_capture():
                 return None
+            self._num_captures += 1
             self._captured = self._capture(hidden, context)
         lease = self._captured.begin(context) if key == self._key else None
         if lease is None:
@@ -107,6 +109,9 @@ class LayerGraphs:
         return self._captured, lease, context
 
     def _can_capture(self) -> bool:
+        if self._num_captures == _MOST:
+            self._warn(f"parameters or their gradients were moved {_MOST} times")
+            return False
         modules = [layer.module for layer in self._layers]
         params = [param for module in modules for param in module.parameters() if param.requires_grad]
         if any(settled_sum(param) is None for param in params):

@@ -111,6 +111,7 @@ def trained(
     *,
     fp8: str | None = None,
     fp8_attention: bool = False,
+    fp8_params: bool = False,
     short: int | None = None,
     length: int = 256,
     **layout: Any,
@@ -120,7 +121,11 @@ def trained(
     strategy = MegatronStrategy(micro_batch_size=BATCH // 2, **layout)
     trainer = L.Trainer(
         strategy=strategy,
-        plugins=[MegatronPrecision("bf16-mixed", **({"fp8": fp8, "fp8_attention": fp8_attention} if fp8 else {}))],
+        plugins=[
+            MegatronPrecision(
+                "bf16-mixed", **({"fp8": fp8, "fp8_attention": fp8_attention, "fp8_params": fp8_params} if fp8 else {})
+            )
+        ],
         accelerator="gpu",
         devices=1,
         num_nodes=WORLD,
@@ -200,6 +205,8 @@ def one_rank() -> None:
     if "te" in backends:
         for recipe in ("delayed", "current"):
             case(f"llama, fp8 {recipe}", partial(same_bits, LLAMA, fp8=recipe))
+        held = {"fp8": "delayed", "fp8_params": True}
+        case("llama, fp8 delayed with parameters", partial(same_bits, LLAMA, **held))
         attending = replace(LLAMA, num_heads=4, num_kv_heads=2)
         case("llama, fp8 delayed with attention", partial(same_bits, attending, fp8="delayed", fp8_attention=True))
     if "--time" in sys.argv:
