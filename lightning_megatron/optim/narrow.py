@@ -113,7 +113,8 @@ class NarrowParameters:
         scale = self._scale()
         self._scale_inv[:, 0] = scale.reciprocal()
         for part in self._parts:
-            rounded = part.main.to(torch.bfloat16).mul_(scale[part.number])  # by a power of two: exact
+            rounded = torch.empty_like(part.main, dtype=torch.bfloat16)
+            torch.mul(part.main, scale[part.number], out=rounded)  # a power of two: it does not matter when it is rounded
             part.bucket.values[part.start : part.stop].view(DTYPE).copy_(rounded)
         for weight in self._weights:
             rows = weight.bucket.values[weight.start : weight.stop].view(weight.param.shape)

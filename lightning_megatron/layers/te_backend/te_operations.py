@@ -115,7 +115,14 @@ class TeOperations:
             recipes = import_module("transformer_engine.common.recipe")
             names = {"blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
             recipe = getattr(recipes, names[options.recipe])()
-            states = import_module("transformer_engine.pytorch.quantization").RecipeState
+            quantization = import_module("transformer_engine.pytorch.quantization")
+            try:
+                quantization.check_recipe_support(recipe)  # which knows of versions of CUDA, too
+            except RuntimeError as error:
+                raise ValueError(
+                    f"fp8={options.recipe!r} cannot be had here: {error}; use fp8='delayed' or 'current'."
+                ) from error
+            states = quantization.RecipeState
             forward = states.create(recipe, mode="forward", num_quantizers=3, device=self._device).make_quantizers()
             backward = states.create(recipe, mode="backward", num_quantizers=2, device=self._device).make_quantizers()
             quantizers = {"input": forward[0], "weight": forward[1], "grad": backward[0]}
