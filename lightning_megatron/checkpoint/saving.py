@@ -27,6 +27,9 @@ from lightning_megatron.checkpoint.planner import StrictSavePlanner
 from lightning_megatron.checkpoint.ranks import Ranks
 from lightning_megatron.checkpoint.writing import Resolve
 
+_SLAB_BYTES = 2**28
+_ALIGNMENT = 64
+
 
 @dataclass(frozen=True)
 class PlannedSave:
@@ -98,7 +101,10 @@ def _packed(meta: dict[str, Any]) -> bytes:
 
 
 class HostCopies:
-    """Copies of tensors in host memory, page-locked where there is a GPU, whose memory is used again for the next save."""
+    """Copies of tensors in host memory, page-locked where there is a GPU, whose memory is used again for the next save.
+
+    They lie close together in a few large blocks, as single ones of page-locked memory are rounded up to a power of two.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[MetadataIndex, Tensor] = {}
@@ -109,30 +115,46 @@ class HostCopies:
 
         The tensors of an earlier save may no longer be needed.
         """
-        kept: dict[MetadataIndex, Tensor] = {}
-        data: dict[MetadataIndex, Tensor | io.BytesIO] = {}
+        wanted = {item.index: data for item in planned.items if (data := item.tensor_data) is not None}
+        forms = {index: (data.chunk.sizes, data.properties.dtype) for index, data in wanted.items()}
+        if forms != {index: (kept.shape, kept.dtype) for index, kept in self._kept.items()}:
+            self._kept.clear()  # before there is new memory
+            self._kept = _places_for(forms, pinned=torch.cuda.is_available())
+        others: dict[MetadataIndex, Tensor | io.BytesIO] = {}
         on_gpu = False
         for item in planned.items:
             source = planned.resolve(item)
-            if isinstance(source, Tensor):
+            if isinstance(source, Tensor) and item.index in self._kept:
                 on_gpu |= source.is_cuda
-                kept[item.index] = data[item.index] = self._copy(item.index, source.detach())
+                self._kept[item.index].copy_(source.detach(), non_blocking=True)
             else:
-                data[item.index] = source
-        self._kept = kept
+                others[item.index] = source
         self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
-        return replace(planned, resolve=lambda item: data[item.index])
+        kept = self._kept
+        return replace(planned, resolve=lambda item: kept[item.index] if item.index in kept else others[item.index])
 
     def wait(self) -> None:
         """Wait until the copies are there."""
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _copy(self, index: MetadataIndex, source: Tensor) -> Tensor:
-        target = self._kept.get(index)
-        if target is None or target.shape != source.shape or target.dtype != source.dtype:
-            target = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        return target.copy_(source, non_blocking=True)
+
+def _places_for(forms: dict[MetadataIndex, tuple[torch.Size, torch.dtype]], *, pinned: bool) -> dict[MetadataIndex, Tensor]:
+    """Memory on the host for tensors of these shapes and dtypes."""
+    sizes: list[int] = [0]
+    places: dict[MetadataIndex, tuple[int, int]] = {}
+    for index, (shape, dtype) in forms.items():
+        num_bytes = shape.numel() * dtype.itemsize
+        if sizes[-1] and sizes[-1] + num_bytes > _SLAB_BYTES:
+            sizes.append(0)
+        places[index] = len(sizes) - 1, sizes[-1]
+        sizes[-1] += num_bytes + -num_bytes % _ALIGNMENT
+    slabs = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+    found = {}
+    for index, (slab, begin) in places.items():
+        shape, dtype = forms[index]
+        found[index] = slabs[slab][begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+    return found
 
 
 class BackgroundSaver:

@@ -9,9 +9,8 @@ without a copy; any other passes through one of a few buffers, which are page-lo
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from queue import LifoQueue
 from typing import Any
 
@@ -75,9 +74,3 @@ def write_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int) -
             number -= len(left.pop(0))
         if number:
             left[0] = left[0][number:]
-
-
-def lower_priority(niceness: int) -> None:
-    """Let this thread (and those that it starts) have only the processor time that others leave, where the system can."""
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,13 +31,12 @@ from lightning_megatron.checkpoint.staging import (
     BLOCK_BYTES,
     NUM_THREADS,
     Staging,
-    lower_priority,
     raw_bytes,
     write_exactly,
 )
 
 Resolve = Callable[[WriteItem], Tensor | io.BytesIO]
-_IN_FLIGHT_BYTES = 2 * NUM_THREADS * BLOCK_BYTES
+_IN_FLIGHT_BYTES = NUM_THREADS * BLOCK_BYTES
 _EMPTY = memoryview(b"")
 
 
@@ -62,7 +61,7 @@ class Written:
     blocks: tuple[tuple[int, int, int], ...]
 
 
-def write_data(folder: Path, name: str, items: Sequence[WriteItem], resolve: Resolve, *, niceness: int = 0) -> list[Written]:
+def write_data(folder: Path, name: str, items: Sequence[WriteItem], resolve: Resolve) -> list[Written]:
     """Write one rank's file and flush it to the disk. Little more than one item at a time is in memory because of it.
 
     Args:
@@ -70,12 +69,11 @@ def write_data(folder: Path, name: str, items: Sequence[WriteItem], resolve: Res
         name: the file's name in it.
         items: what to write; if there are none, no file is made.
         resolve: gives the tensor, on any device, or the bytes of an item.
-        niceness: added to that of the writing threads.
     """
     if not items:
         return []
     with open(folder / name, "wb", buffering=0) as raw, _without_inner_checksums():
-        with _BlockWriter(raw.fileno(), niceness) as writer:
+        with _BlockWriter(raw.fileno()) as writer:
             pending = [write_item(writer, name, item, resolve) for item in items]
         written = [finish() for finish in pending]
         os.fsync(raw.fileno())
@@ -141,14 +139,13 @@ class _BlockWriter:
 
     Args:
         descriptor: the file, open for writing.
-        niceness: added to that of the threads.
     """
 
-    def __init__(self, descriptor: int, niceness: int) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._descriptor, self.position = descriptor, 0
-        lower = partial(lower_priority, niceness) if niceness else None
-        self._pool = ThreadPoolExecutor(NUM_THREADS, "checkpoint-writer", initializer=lower)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "checkpoint-writer")
         self._staging: Staging | None = None
+        self._hinting = threading.Lock()
         self._under_way: deque[tuple[Future[tuple[int, int, int]], int]] = deque()
         self._num_bytes = 0
 
@@ -202,9 +199,16 @@ class _BlockWriter:
         for buffer in buffers:
             crc = zlib.crc32(buffer, crc)
         write_exactly(self._descriptor, buffers, offset)
-        if hasattr(os, "posix_fadvise"):  # begin to write to the disk, or all of it waits for the flush; do not keep it
-            os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+        self._start_writing_back()
         return offset, length, crc
+
+    def _start_writing_back(self) -> None:
+        """Let the system begin to write to the disk what it has got, or all waits for the flush; it need not be kept."""
+        if hasattr(os, "posix_fadvise") and self._hinting.acquire(blocking=False):  # one thread is enough, and faster
+            try:
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                self._hinting.release()
 
 
 class _Source:

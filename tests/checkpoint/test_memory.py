@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def measure(kind: str, folder: Path) -> tuple[float, float, list[str]]:
         save(folder / "a.ckpt", module=module, optimizers=[optimizer], meta={}, mesh=optimizer.mesh)
         saving = live.peak - before
         del optimizer, module
+        gc.collect()
         module, optimizer = make(kind)
         before = live.peak = live.num_bytes
         load(folder / "a.ckpt", module=module, optimizers=[optimizer], mesh=optimizer.mesh)
