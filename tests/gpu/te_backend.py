@@ -236,6 +236,14 @@ def parameters(fp8: str) -> str:
     return f"{equal} of {len(wide)} losses equal, largest difference {largest:.1e}"
 
 
+def translated() -> str:
+    """``Trainer(precision="transformer-engine")`` is ``fp8="delayed"``."""
+    losses, expected = train({}, None, steps=5, precision="transformer-engine"), train({}, "delayed", steps=5)
+    largest = max(abs(one / other - 1) for one, other in zip(losses, expected, strict=True))
+    assert largest < 1e-3, (losses, expected)
+    return f"largest difference {largest:.1e}"
+
+
 # Under layouts
 
 
@@ -290,9 +298,11 @@ def train(
     module = Module(config or config_for(fp8))
     recipe, *options = (fp8 or "").split("+")
     narrow: dict[str, Any] = {"fp8": recipe or None, **{f"fp8_{name}": True for name in options}}
+    by_lightning = precision == "transformer-engine"
     trainer = L.Trainer(
         strategy=strategy,
-        plugins=[MegatronPrecision(precision, **narrow)],
+        precision=precision if by_lightning else None,
+        plugins=None if by_lightning else [MegatronPrecision(precision, **narrow)],
         accelerator="gpu",
         devices=1 if one_gpu else world,
         num_nodes=world if one_gpu else 1,
@@ -329,6 +339,7 @@ def main() -> None:
         return
     if world_size == 1:
         cases["operations"] = partial(operations, device)
+        cases["translated"] = translated
         for fp8 in ("delayed", "current"):
             cases[f"parameters {fp8}"] = partial(parameters, fp8)
         for name, config in CONFIGS.items():
