@@ -37,16 +37,10 @@ from lightning_megatron.pipeline.schedule import Action
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.sequence_batch import ShardBatch
 from lightning_megatron.step import TrainingEngine
-from lightning_megatron.strategy import options
+from lightning_megatron.strategy import loaders, options
 from lightning_megatron.strategy.environment import set_environment
 from lightning_megatron.strategy.full_state import full_state_dict
 from lightning_megatron.strategy.garbage import GarbageCollection
-from lightning_megatron.strategy.loaders import (
-    seed_workers_by_replica,
-    shard_over_replicas,
-    share_generator_states,
-    with_position,
-)
 from lightning_megatron.strategy.num_batches import same_num_batches
 from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.strategy.report import print_layout
@@ -73,8 +67,7 @@ class MegatronStrategy(SteppingStrategy):
         shard_batch: ``(batch, cut) -> batch``, cuts a micro-batch over cp: see ``sequence_batch.SequenceCut``. A module's
             method of this name does the same. By default every tensor whose dim 1 is the sequence length is cut.
         sequence_parallel: cut activations between tensor-parallel blocks along the sequence (with ``tp > 1``).
-        tp_overlap: pieces in which products of tensor-parallel layers run beside their communication, 2 to 4 say; 1: one after
-            the other. Of the torch backend; see docs/performance.md.
+        tp_overlap: pieces of products beside their communication over tp (torch backend). See docs/performance.md.
         schedule: ``1f1b``, ``interleaved`` (``vpp > 1``), ``gpipe``, ``zbh1``, ``zbv`` (``vpp=2``), or ``auto``, which says
             on rank 0 what it picked and why (pipeline/choice.py); a function ``(rank, placement, num_microbatches) ->
             list[Action]``, or such a list for each rank, is simulated before it runs.
@@ -89,6 +82,7 @@ class MegatronStrategy(SteppingStrategy):
             such as ``layers.*.mlp``), or ``Recompute("full", every=2)`` for every n-th layer. See docs/memory.md.
         offload_activations: what layers save for the backward waits in host memory.
         cuda_graphs: layers of our models run as CUDA graphs, for models that the host holds up. See docs/performance.md.
+        compile_pointwise: ``torch.compile`` fuses what this project has no kernels for. See docs/performance.md.
         gc_interval_steps: optimizer steps between garbage collections, on all ranks at once; ``None`` leaves them to Python.
         optimizer: how gradients are laid out and reduced.
         checkpoint: how checkpoints are written and read: ``CheckpointConfig(async_save=True)`` writes beside the training.
@@ -130,6 +124,7 @@ class MegatronStrategy(SteppingStrategy):
         recompute: str | list[str] | Recompute | None = None,
         offload_activations: bool = False,
         cuda_graphs: bool = False,
+        compile_pointwise: bool = False,
         gc_interval_steps: int | None = 100,
         optimizer: DistributedOptimizerConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
@@ -140,7 +135,7 @@ class MegatronStrategy(SteppingStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self._take_model_options(backend, plan)
+        self._take_model_options(backend, plan, compiles=compile_pointwise)
         self._schedule = frozen(schedule)
         parallelism = Parallelism(
             tp=tp,
@@ -170,9 +165,9 @@ class MegatronStrategy(SteppingStrategy):
         self._take_batch_options(micro_batch_size, num_microbatches, shard_batch=shard_batch)
         self._take_training_options(optimizer, checkpoint, gc_interval_steps=gc_interval_steps)
 
-    def _take_model_options(self, backend: BackendName, plan: dict[str, str] | None) -> None:
+    def _take_model_options(self, backend: BackendName, plan: dict[str, str] | None, *, compiles: bool) -> None:
         options.refuse_later(backend=backend, plan=plan)
-        self._backend_name = backend
+        self._wanted_backend: dict[str, Any] = {"name": backend, "compiles": compiles}
         self._backend: Backend | None = None
 
     def _take_batch_options(
@@ -259,7 +254,7 @@ class MegatronStrategy(SteppingStrategy):
         assert self.lightning_module is not None
         precision = self.precision_plugin
         self._backend = choose_backend(  # before anything runs on the GPU: it loads a library
-            self._backend_name, device=self.root_device, dtype=precision.param_dtype, fp8=precision.fp8
+            **self._wanted_backend, device=self.root_device, dtype=precision.param_dtype, fp8=precision.fp8
         )
         options.check_overlap(self.parallelism, self._backend)
         earlier = PreparedModule.of(self.lightning_module)
@@ -280,7 +275,7 @@ class MegatronStrategy(SteppingStrategy):
             self._prepare(module)
         assert self._metrics is not None
         self._metrics.apply()
-        share_generator_states(self.mesh)
+        loaders.share_generator_states(self.mesh)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
             loop.inference_mode = False
         # Lightning's own sampler shuffles in training whatever the user's loader did; see process_dataloader.
@@ -335,12 +330,12 @@ class MegatronStrategy(SteppingStrategy):
         trainer = self.lightning_module.trainer
         if isinstance(dataloader, DataLoader):
             if self._own_sampler and trainer.state.fn != TrainerFn.PREDICTING:
-                dataloader = shard_over_replicas(dataloader, trainer, mesh=self.mesh, seed=self._seed)
-            seed_workers_by_replica(dataloader, self.mesh)
+                dataloader = loaders.shard_over_replicas(dataloader, trainer, mesh=self.mesh, seed=self._seed)
+            loaders.seed_workers_by_replica(dataloader, self.mesh)
             if trainer.training:
                 self._check_num_microbatches(dataloader)
         if trainer.training:
-            dataloader = with_position(dataloader, trainer, mesh=self.mesh, seed=self._seed)
+            dataloader = loaders.with_position(dataloader, trainer, mesh=self.mesh, seed=self._seed)
         return same_num_batches(dataloader, trainer, mesh=self.mesh)
 
     def _check_num_microbatches(self, loader: DataLoader[Any]) -> None:
