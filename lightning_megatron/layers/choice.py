@@ -33,7 +33,14 @@ def use_backend(backend: Backend) -> Iterator[Backend]:
         _AMBIENT.reset(token)
 
 
-def choose_backend(name: BackendName, *, device: torch.device, dtype: torch.dtype, fp8: Fp8Options | None = None) -> Backend:
+def choose_backend(
+    name: BackendName,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    fp8: Fp8Options | None = None,
+    compiles: bool = False,
+) -> Backend:
     """The backend of that name. Loads Transformer Engine if it may be used.
 
     Args:
@@ -43,6 +50,7 @@ def choose_backend(name: BackendName, *, device: torch.device, dtype: torch.dtyp
         device: where the model will run.
         dtype: of its parameters.
         fp8: what to multiply in 8 bits; needs Transformer Engine.
+        compiles: let ``torch.compile`` fuse what this project has no kernels for.
 
     Raises:
         ValueError: what was asked for cannot be had here; the message says why.
@@ -51,7 +59,7 @@ def choose_backend(name: BackendName, *, device: torch.device, dtype: torch.dtyp
     if fp8 is not None and name == "torch":
         raise ValueError(f"{asker} needs Transformer Engine, but backend='torch'; set backend='te' or 'auto', or fp8=None.")
     if name != "te" and fp8 is None:
-        return TorchBackend()
+        return TorchBackend(compiles=compiles)
     reason = _why_not(device, dtype)
     if reason is not None:
         raise ValueError(f"{asker} needs Transformer Engine: {reason}. Use backend='torch' and fp8=None without it.")
@@ -59,7 +67,7 @@ def choose_backend(name: BackendName, *, device: torch.device, dtype: torch.dtyp
         fp8.check_chip(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
     from lightning_megatron.layers.te_backend.te_operations import TeOperations
 
-    return TeBackend(TeOperations(fp8, device=device), fp8)
+    return TeBackend(TeOperations(fp8, device=device), fp8, compiles=compiles)
 
 
 def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.kernels import runs_on
+from lightning_megatron.layers.compiled import compiled
 from lightning_megatron.sharding import Init, replicated
 from lightning_megatron.tensor_parallel.linear import make_parameter
 from lightning_megatron.weight_gradients import added_to_sum
@@ -64,6 +65,7 @@ class LayerNorm(nn.Module):
         size: extent of the last dim.
         eps: added to the variance.
         partial: whether each tp rank sees other tokens or heads, so that the gradients are summed over tp.
+        compiled: whether an addition before the norm is compiled with it: see ``layers/compiled.py``.
         device, dtype: of weight and bias.
     """
 
@@ -73,21 +75,30 @@ class LayerNorm(nn.Module):
         *,
         eps: float = 1e-5,
         partial: bool = False,
+        compiled: bool = False,
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.size, self.eps = size, eps
+        self.size, self.eps, self.compiled = size, eps, compiled
         self.weight = _parameter(size, Init("ones"), partial, device, dtype)
         self.bias = _parameter(size, Init("zeros"), partial, device, dtype)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``[.., size] -> [.., size]``."""
-        return F.layer_norm(hidden, (self.size,), self.weight, self.bias, self.eps)
+    def forward(self, hidden: Tensor, added: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """``[.., size] -> [.., size]``; with ``added`` the sum of both and the sum's norm."""
+        if added is None:
+            return F.layer_norm(hidden, (self.size,), self.weight, self.bias, self.eps)
+        both: tuple[Tensor, Tensor] = compiled(_add_layer_norm)(hidden, added, self.weight, self.bias, self.eps)
+        return both
 
     def extra_repr(self) -> str:
         """Shown by ``print(model)``."""
         return f"{self.size}, eps={self.eps}"
+
+
+def _add_layer_norm(hidden: Tensor, added: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    summed = hidden + added
+    return summed, F.layer_norm(summed, weight.shape, weight, bias, eps)
 
 
 def _parameter(size: int, init: Init, partial: bool, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
@@ -98,6 +109,9 @@ def add_and_norm(norm: nn.Module, hidden: Tensor, added: Tensor | None = None) -
     """``hidden + added`` (``hidden`` if there is nothing to add) and its norm, in one pass if the norm can. Same shapes."""
     if isinstance(norm, RMSNorm):
         both: tuple[Tensor, Tensor] = norm(hidden, added, keep=True)
+        return both
+    if added is not None and isinstance(norm, LayerNorm) and norm.compiled and "forward" not in norm.__dict__:
+        both = norm(hidden, added)
         return both
     hidden = hidden if added is None else hidden + added
     return hidden, norm(hidden)

@@ -27,7 +27,14 @@ from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, OutP
 
 
 class TorchBackend:
-    """``Backend`` of plain torch operations: ``scaled_dot_product_attention``, ``rms_norm``, ``linear``."""
+    """``Backend`` of plain torch operations: ``scaled_dot_product_attention``, ``rms_norm``, ``linear``.
+
+    Args:
+        compiles: let ``torch.compile`` fuse what this project has no kernels for: see ``layers/compiled.py``.
+    """
+
+    def __init__(self, *, compiles: bool = False) -> None:
+        self.compiles = compiles
 
     def for_layer(self, index: int, num_layers: int) -> TorchBackend:
         """See ``Backend.for_layer``."""
@@ -35,8 +42,8 @@ class TorchBackend:
 
     def norm(self, size: int, spec: NormSpec, *, partial: bool, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """See ``Backend.norm``."""
-        made = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}[spec.kind]
-        return made(size, eps=spec.eps, partial=partial, device=device, dtype=dtype)
+        shared: dict[str, Any] = {"eps": spec.eps, "partial": partial, "device": device, "dtype": dtype}
+        return RMSNorm(size, **shared) if spec.kind == "rmsnorm" else LayerNorm(size, **shared, compiled=self.compiles)
 
     def norm_column_linear(
         self,

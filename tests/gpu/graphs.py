@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.graphs import graphs_of
+from lightning_megatron.layers.norm import LayerNorm, add_and_norm
 from lightning_megatron.layers.te_backend import why_unavailable
 from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.parallelism import Parallelism
@@ -191,6 +192,28 @@ def allocator() -> str:
     return str(line)
 
 
+def compiled_norm() -> str:
+    """An addition and a LayerNorm in one compiled function, against the two of torch, forward and backward."""
+    inputs = [torch.randn(8192, 1, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
+    grads = [torch.randn_like(inputs[0]) for _ in range(2)]
+    found, times = [], []
+    for is_compiled in (False, True):
+        norm = LayerNorm(4096, compiled=is_compiled, device="cuda", dtype=torch.bfloat16)
+        wanted = [*inputs, norm.weight, norm.bias]
+        for repeat in range(13):
+            if repeat == 3:
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+            both = add_and_norm(norm, *inputs)
+            results = torch.autograd.grad(both, wanted, grads)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 100)
+        found.append([*both, *results])
+    worst = max(float((one - other).norm() / one.norm()) for one, other in zip(*found, strict=True))
+    assert worst < 0.01, worst
+    return f"within {worst:.1e}; {times[0]:.3f} ms forward and backward of 8192 x 4096, {times[1]:.3f} compiled"
+
+
 def one_rank() -> None:
     """What one process can show."""
     case("allocator", allocator)
@@ -209,6 +232,9 @@ def one_rank() -> None:
         case("llama, fp8 delayed with parameters", partial(same_bits, LLAMA, **held))
         attending = replace(LLAMA, num_heads=4, num_kv_heads=2)
         case("llama, fp8 delayed with attention", partial(same_bits, attending, fp8="delayed", fp8_attention=True))
+    case("addition and LayerNorm, compiled", compiled_norm)
+    gpt2 = partial(trained, GPT2, backend="torch", compile_pointwise=True)
+    case("gpt2, compiled", lambda: f"losses {[round(float(loss), 3) for loss in gpt2()[0].losses[::8]]}")
     if "--time" in sys.argv:
         case("time, 24 layers of 512", lambda: step_time(SMALL, backend="torch"))
 

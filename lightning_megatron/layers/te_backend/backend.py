@@ -36,16 +36,18 @@ class TeBackend(TorchBackend):
     Args:
         operations: of the library (``TeOperations``), or in plain torch (``PlainOperations``).
         options: what is multiplied in 8 bits; ``None`` for nothing.
+        compiles: see ``TorchBackend``.
     """
 
-    def __init__(self, operations: Operations, options: Fp8Options | None = None) -> None:
+    def __init__(self, operations: Operations, options: Fp8Options | None = None, *, compiles: bool = False) -> None:
+        super().__init__(compiles=compiles)
         self._operations, self._options = operations, options
         self.scales = Scales(options) if options is not None else None
 
     def for_layer(self, index: int, num_layers: int) -> TorchBackend:
         """See ``Backend.for_layer``: the torch backend for layers that stay in 16 bits."""
         if self._options is not None and self._options.is_layer_in_bf16(index, num_layers):
-            return TorchBackend()
+            return TorchBackend(compiles=self.compiles)
         return self
 
     def norm_column_linear(
