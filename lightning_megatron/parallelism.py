@@ -42,6 +42,7 @@ class Parallelism:
             ``a2a`` (heads against tokens), ``a2a+p2p`` (that among neighbours, a ring across).
         cp_a2a: neighbouring cp ranks that exchange heads under ``a2a+p2p``; by default the largest proper divisor of cp
             with at most 8 ranks of tp and cp together, which a machine usually has.
+        cp_kernel: whose attention over cut sequences: ``torch`` for this project's, ``te`` for Transformer Engine's.
 
     Raises:
         ValueError: a size below 1, an ``order`` that does not name each of tp, cp, pp, dp once, a ``pipeline_layout``
@@ -61,6 +62,7 @@ class Parallelism:
     placement: Literal["round", "v"] = "round"
     cp_comm: ContextComm = "p2p"
     cp_a2a: int | None = None
+    cp_kernel: Literal["torch", "te"] = "torch"
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "vpp", "ep", "etp", "tp_overlap"):
@@ -85,6 +87,8 @@ class Parallelism:
     def _check_context(self) -> None:
         if self.cp_comm not in (known := ("p2p", "all_gather", "a2a", "a2a+p2p")):
             raise ValueError(f"cp_comm={self.cp_comm!r} is unknown; use one of {', '.join(known)}.")
+        if self.cp_kernel not in ("torch", "te"):
+            raise ValueError(f"cp_kernel={self.cp_kernel!r} is unknown; use 'torch' or 'te'.")
         if self.cp_a2a is not None and self.cp_comm != "a2a+p2p":
             raise ValueError(f"cp_a2a={self.cp_a2a} is for cp_comm='a2a+p2p', but cp_comm={self.cp_comm!r}; leave it out.")
         if self.cp_comm != "a2a+p2p" or self.cp == 1:

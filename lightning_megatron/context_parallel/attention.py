@@ -58,13 +58,7 @@ class ContextParallelAttention:
         if layout.size == 1:
             tiling = Tiling(layout, pattern, q.device)
             return tiled_attention(q, k, v, tiles=tiling.gathered(), block=self.block)
-        if layout.size not in self.axes:
-            raise ValueError(
-                f"{layout.size} ranks cannot share a sequence: cp={max(self.axes)} has no such blocks of neighbours."
-            )
-        axis, comm = self.axes[layout.size], self.comm
-        if comm == "a2a+p2p" and layout.size < max(self.axes):
-            comm = "a2a" if layout.size <= self.inner.size else "p2p"
+        comm, axis = self.route(layout)
         if comm == "p2p":
             return ring_attention(q, k, v, ring=Ring(axis, Tiling(layout, pattern, q.device), self.block))
         if comm == "all_gather":
@@ -72,6 +66,19 @@ class ContextParallelAttention:
         if comm == "a2a":
             return self._exchanged(q, k, v, layout, pattern, inner=axis, outer=None)
         return self._exchanged(q, k, v, layout, pattern, inner=self.inner, outer=self.outer)
+
+    def route(self, layout: SequenceLayout) -> tuple[Comm, Axis]:
+        """How the ranks that share a sequence communicate, and which they are.
+
+        Raises:
+            ValueError: no axis has so many ranks.
+        """
+        if layout.size not in self.axes:
+            raise ValueError(f"{layout.size} ranks cannot share a sequence: cp={max(self.axes)} has no blocks of so many.")
+        comm: Comm = self.comm
+        if comm == "a2a+p2p" and layout.size < max(self.axes):
+            comm = "a2a" if layout.size <= self.inner.size else "p2p"
+        return comm, self.axes[layout.size]
 
     def _gathered(self, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, pattern: Pattern) -> Tensor:
         groups = k.shape[2]

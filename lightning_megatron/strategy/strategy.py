@@ -64,6 +64,7 @@ class MegatronStrategy(SteppingStrategy):
         cp_comm: how attention reaches over the cuts: ``p2p`` (ring), ``all_gather``, ``a2a`` (heads against tokens) or
             ``a2a+p2p`` (that among ``cp_a2a`` neighbouring ranks, a ring across).
         cp_a2a: see ``cp_comm``.
+        cp_kernel: whose attention over cut sequences: ``torch`` for this project's, ``te`` for Transformer Engine's.
         shard_batch: ``(batch, cut) -> batch``, cuts a micro-batch over cp: see ``sequence_batch.SequenceCut``. A module's
             method of this name does the same. By default every tensor whose dim 1 is the sequence length is cut.
         sequence_parallel: cut activations between tensor-parallel blocks along the sequence (with ``tp > 1``).
@@ -113,6 +114,7 @@ class MegatronStrategy(SteppingStrategy):
         num_microbatches: int | None = None,
         cp_comm: ContextComm = "p2p",
         cp_a2a: int | None = None,
+        cp_kernel: Literal["torch", "te"] = "torch",
         shard_batch: ShardBatch | None = None,
         sequence_parallel: bool = True,
         tp_overlap: int = 1,
@@ -151,6 +153,7 @@ class MegatronStrategy(SteppingStrategy):
             placement=style_for(self._schedule, pp, vpp, num_microbatches),
             cp_comm=cp_comm,
             cp_a2a=cp_a2a,
+            cp_kernel=cp_kernel,
         )
         super().__init__(
             parallelism,

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.context_parallel.attention import ContextParallelAttention
 from lightning_megatron.context_parallel.block import BlockAttention, Kernel
 from lightning_megatron.context_parallel.layout import SequenceLayout
 from lightning_megatron.context_parallel.merge import Merge
@@ -39,6 +40,9 @@ from lightning_megatron.context_parallel.parts import add, put, take
 from lightning_megatron.context_parallel.tiles import Pattern, Tile
 from lightning_megatron.context_parallel.tiling import Tiling
 from lightning_megatron.data.packing import DynamicPackingCollator, PackingCollator
+from lightning_megatron.layers.te_backend.context import TeContextAttention
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.parallelism import Parallelism
 from tests.parity import harness
 from tests.parity.harness import Outcome
 
@@ -204,6 +208,56 @@ def time_tile(title: str, tensors: list[Tensor], tile: Tile, block: BlockAttenti
     report(title, True, f"forward {times[0]:.2f} ms, backward {times[1]:.2f} ms")
 
 
+# Several ranks: Transformer Engine's attention over cut sequences against this project's
+
+
+def check_library(world: int, rank: int) -> None:
+    """Each way of communicating and each form that both have, packed and not: output and gradients, in bf16."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl")
+    patterns = {"causal": Pattern(), "full": Pattern(causal=False), "window 100": Pattern(window=100)}
+    for comm in ("p2p", "all_gather", "a2a", *(("a2a+p2p",) if world == 4 else ())):
+        parallelism = Parallelism(cp=world, cp_comm=comm, cp_kernel="te")  # type: ignore[arg-type]
+        mesh = Mesh.create(parallelism, device=device)
+        for name, pattern in patterns.items():
+            for packed in (False, True):
+                title = f"library cp{world} {comm} {name}{' packed' if packed else ''}"
+                case(title, lambda: compare_library(title, mesh, pattern, packed=packed))  # noqa: B023
+
+
+def compare_library(title: str, mesh: Mesh, pattern: Pattern, *, packed: bool) -> None:
+    """On each rank; rank 0 says whether any of them is far off."""
+    borders = torch.tensor(BORDERS, device="cuda") if packed else None
+    layout = SequenceLayout(LENGTH, LENGTH, mesh.cp.size, mesh.cp.rank, borders)
+    generator = torch.Generator("cuda").manual_seed(0)
+    whole = [torch.randn(LENGTH, ROWS, n, SIZE, device="cuda", generator=generator).bfloat16() for n in (HEADS, 4, 4, HEADS)]
+    ours = ContextParallelAttention.of(mesh, BlockAttention())
+    try:
+        theirs = TeContextAttention(ours, dropout=0.0)
+        found = attended_by(lambda *qkv: theirs(*qkv, layout=layout, pattern=pattern, training=True), whole, layout)
+    except ValueError as error:
+        refused = "no sliding window" in str(error)
+        if mesh.rank == 0:
+            report(title, refused, f"refused: {str(error)[:200]}")
+        return
+    expected = attended_by(lambda *qkv: ours(*qkv, layout=layout, pattern=pattern), whole, layout)
+    errors = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]).float()
+    torch.distributed.all_reduce(errors, op=torch.distributed.ReduceOp.MAX)
+    if mesh.rank == 0:
+        text = " ".join(f"{n} {e:.1e}" for n, e in zip(["o", "q", "k", "v"], errors.tolist(), strict=True))
+        report(title, bool(errors.isfinite().all()) and float(errors.max()) < 2e-2, text)
+
+
+def attended_by(run: Callable[..., Tensor], whole: list[Tensor], layout: SequenceLayout) -> list[Tensor]:
+    """Output and gradients of this rank."""
+    q, k, v, grad = (take(tensor, layout.own_index(tensor.device)) for tensor in whole)
+    given = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    out = run(*given)
+    return [out.detach().float(), *(g.float() for g in torch.autograd.grad(out, given, grad))]
+
+
 # Layouts, through the Trainer
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "ffn_hidden_size": 512, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 512}
@@ -214,12 +268,14 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "cp2 p2p": {"cp": 2},
         "cp2 all_gather": {"cp": 2, "cp_comm": "all_gather"},
         "cp2 a2a": {"cp": 2, "cp_comm": "a2a"},
+        "cp2 p2p library": {"cp": 2, "cp_kernel": "te"},
     },
     4: {
         "cp4 p2p": {"cp": 4},
         "cp4 all_gather": {"cp": 4, "cp_comm": "all_gather"},
         "cp4 a2a": {"cp": 4, "cp_comm": "a2a"},
         "cp4 a2a+p2p": {"cp": 4, "cp_comm": "a2a+p2p"},
+        "cp4 p2p library": {"cp": 4, "cp_kernel": "te"},
         "cp2 tp2": {"cp": 2, "tp": 2},
         "cp2 pp2": {"cp": 2, "pp": 2, "micro_batch_size": 2},
         "cp2 dp2": {"cp": 2},
@@ -298,7 +354,7 @@ def main() -> None:
             for precision, backend in RUNS:
                 for packed in ("", "packed", *(["dynamic"] if world > 1 and precision == "32-true" else [])):
                     title = f"{name} {precision} {backend} {packed}"
-                    if not is_wanted(title):
+                    if not is_wanted(title) or ("library" in name and precision == "32-true"):
                         continue
                     faulthandler.dump_traceback_later(90)  # a hang shows where it hangs
                     try:
@@ -316,6 +372,8 @@ def main() -> None:
         faulthandler.cancel_dump_traceback_later()
         if world == 1:
             torch.save(expected, REFERENCE)
+        else:
+            check_library(world, rank)
     if rank == 0:
         print(f"{len(FAILED)} failed: {FAILED}", flush=True)
     sys.exit(bool(FAILED))
