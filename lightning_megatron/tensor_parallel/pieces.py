@@ -40,7 +40,7 @@ def gathered_product(
     result = x.new_empty((axis.size, length, *x.shape[1:-1], matrix.shape[1]))
     _multiply(x, matrix, bias, result[axis.rank])
     for start, stop, gathering in pieces:
-        parts = gathering.wait().unflatten(0, (axis.size, stop - start))
+        parts = gathering.wait().view(axis.size, stop - start, *x.shape[1:])
         if stop - start == length:  # ranks that follow each other lie one behind the other, here and there
             for first, last in ((0, axis.rank), (axis.rank + 1, axis.size)):
                 _multiply(parts[first:last], matrix, bias, result[first:last])
@@ -69,7 +69,7 @@ def scattered_product(x: Tensor, matrix: Tensor, axis: Axis, *, num_pieces: int)
             f"it to a multiple of {axis.size}."
         )
     length = x.shape[0] // axis.size
-    parts = x.unflatten(0, (axis.size, length))
+    parts = x.contiguous().view(axis.size, length, *x.shape[1:])
     result = x.new_empty((length, *x.shape[1:-1], matrix.shape[1]))
     sending = []
     for start, stop in _lengths(length, num_pieces):
