@@ -57,7 +57,7 @@ class DotProductAttention(nn.Module):
         assert max(stop - start for start, stop in pairwise(borders)) <= options["max_seqlen_q"]
         return self.attended([q, k, v], borders, "causal" in options["attn_mask_type"], options["window_size"])
 
-    def attended(self, rows: list[Tensor], borders: list[int], causal: bool, window: tuple[int, int] | None) -> Tensor:
+    def attended(self, rows: list[Tensor], borders: list[int], causal: bool, window: tuple[int, int]) -> Tensor:
         held = [[i for start, stop in pairwise(borders) for i in self.held(start, stop, rank)] for rank in range(self.size)]
         back = torch.tensor([i for part in held for i in part]).argsort()
         q, k, v = (torch.cat(all_gather(tensor, self.group))[back] for tensor in rows)
@@ -66,8 +66,9 @@ class DotProductAttention(nn.Module):
         document = torch.searchsorted(torch.tensor(borders[1:]), place, right=True)
         before = place[:, None] - place[None]
         mask = document[:, None] == document[None]
+        assert window[1] == (0 if causal else window[0])
         mask = mask & (before >= 0) if causal else mask
-        mask = mask if window is None else mask & (before <= window[0]) & (before >= -window[1])
+        mask = mask if window[0] < 0 else mask & (before <= window[0]) & (before >= -window[1])
         scores = torch.einsum("shd,thd->hst", q, k) / q.shape[-1] ** 0.5
         out = torch.einsum("hst,thd->shd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v)
         return out[held[self.rank]].flatten(1)

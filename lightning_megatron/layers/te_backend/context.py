@@ -58,7 +58,8 @@ class TeContextAttention:
         module = self._module(q, k).train(training)
         ring = [self._routes.inner.group, self._routes.outer.group]
         module.set_context_parallel_group(ring if comm == "a2a+p2p" else axis.group, list(axis.ranks), _stream(q.device), comm)
-        reach = None if window is None else (window - 1, 0 if pattern.causal else window - 1)
+        near = -1 if window is None else window - 1
+        reach = (near, 0 if pattern.causal else near)
         try:
             return self._attended(module, (q, k, v), layout, causal=pattern.causal, reach=reach)
         except (AssertionError, ValueError, NotImplementedError) as error:
@@ -75,7 +76,7 @@ class TeContextAttention:
         layout: SequenceLayout,
         *,
         causal: bool,
-        reach: tuple[int, int] | None,
+        reach: tuple[int, int],
     ) -> Tensor:
         q = tensors[0]
         if layout.cu_seqlens is None:
