@@ -204,7 +204,9 @@ class _CapturedLayer:
         )
 
     def _find(self) -> tuple[list[int], list[bool]]:
-        return [param.data_ptr() for param in self._read], [param.requires_grad for param in self._params]
+        # Unseen by the guard of parameters that are on their way (optim/guard.py): it would wait for all of them.
+        with torch._C.DisableTorchFunction():
+            return [param.data_ptr() for param in self._read], [param.requires_grad for param in self._params]
 
     def prepare(self) -> None:
         """Wait for parameters on their way, as the hooks do that a replay leaves out, and make 8 bits of those that changed."""

@@ -227,6 +227,25 @@ def test_hooks_on_gradients_run_after_each_replay() -> None:
     assert graphs.num_replayed == 2
 
 
+def test_a_replay_does_not_ask_for_parameters_that_are_on_their_way() -> None:
+    model, (graphs,) = opened(LLAMA_GQA, graphs=True)
+    asked: list[str] = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(arg is param for arg in args for param in layer_params(model)):
+                asked.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    for step in range(WARM_UP + 1):
+        backward(model, step)
+    hidden, context = torch.zeros(SEQUENCE, 2, 32, requires_grad=True), model.context(torch.zeros(2, SEQUENCE, dtype=int))
+    with Watch():
+        graphs._begin((hidden, *context), {})
+    assert graphs.num_replayed == 2
+    assert set(asked) <= {"__get__"}  # of gradients
+
+
 def test_what_cannot_be_replayed_says_so() -> None:
     model, (graphs,) = opened(LLAMA_GQA, graphs=True)
     model.layers[1].mlp.register_forward_hook(lambda *_: None)
