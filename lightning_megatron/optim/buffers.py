@@ -242,7 +242,7 @@ def build_buckets(
     *,
     mesh: Mesh,
     bucket_numel: int,
-    stages: Mapping[nn.Parameter, tuple[int, ...]],
+    stages: Mapping[int, Sequence[nn.Parameter]],
     reduce_dtype: torch.dtype | None = None,
     whole: bool = False,
     narrow: Container[nn.Parameter] = (),
@@ -253,7 +253,7 @@ def build_buckets(
         named: the trainable parameters in the order of the model's definition.
         mesh: the running layout.
         bucket_numel: elements after which a bucket is closed.
-        stages: the pipeline stages that use a parameter, where there are several on this rank.
+        stages: the parameters of each pipeline stage on this rank.
         reduce_dtype: what gradients of fp32 buffers travel in.
         whole: keep each parameter inside one rank's shard.
         narrow: parameters that the model is to hold in 8 bits.
@@ -261,7 +261,8 @@ def build_buckets(
     Raises:
         ValueError: a parameter that is not floating point.
     """
-    slots = [_slot(name, param, stages.get(param, ()), narrow=param in narrow) for name, param in named]
+    stages_of = _stages_of(stages)
+    slots = [_slot(name, param, stages_of.get(param, ()), narrow=param in narrow) for name, param in named]
     buckets = []
     for axis, expert in ((mesh.dp_cp, False), (mesh["edp"], True)):
         mine = [slot for slot in slots if slot.expert is expert]
@@ -281,3 +282,11 @@ def _slot(name: str, param: nn.Parameter, stages: tuple[int, ...], *, narrow: bo
         )
     sharding = sharding_of(param)
     return ParamSlot(name, param.numel(), NARROW if narrow else str(param.dtype), sharding.expert, sharding.tied, stages)
+
+
+def _stages_of(stages: Mapping[int, Sequence[nn.Parameter]]) -> dict[nn.Parameter, tuple[int, ...]]:
+    found: dict[nn.Parameter, tuple[int, ...]] = {}
+    for stage in sorted(stages):
+        for param in stages[stage]:
+            found[param] = (*found.get(param, ()), stage)
+    return found

@@ -40,6 +40,12 @@ class Cut:
     on_host: set[Tensor] = field(default_factory=set)
     gathered: list[GatheredMatrix] = field(default_factory=list)
 
+    def extend(self, other: Cut) -> None:
+        """Take in the parts of further buckets."""
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            mine.extend(value) if isinstance(mine, list) else mine.update(value)
+
 
 def placeholder(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor ``[numel]`` with the memory of one element: it has a shape and can carry a gradient, but no values."""

@@ -13,7 +13,7 @@ One optimizer step, in order::
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,15 +23,16 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.arrivals import Arrivals
-from lightning_megatron.optim.buffers import build_buckets
+from lightning_megatron.optim.buffers import Bucket, build_buckets
 from lightning_megatron.optim.config import DistributedOptimizerConfig
-from lightning_megatron.optim.cutting import cut_buckets
+from lightning_megatron.optim.cutting import Cut, cut_buckets
 from lightning_megatron.optim.elementwise import install_shards, trainable_parameters, wants_whole_parameters
 from lightning_megatron.optim.finish import GradientFinisher
 from lightning_megatron.optim.guard import ParameterGuard, wait_in_forwards
 from lightning_megatron.optim.kept import KeptValues
+from lightning_megatron.optim.late import LateGroups
 from lightning_megatron.optim.narrow import Holders, NarrowParameters
-from lightning_megatron.optim.reduction import check_agreement, plan_sums
+from lightning_megatron.optim.reduction import check_agreement, check_peers, plan_sums
 from lightning_megatron.optim.shards import Shard, by_dtype
 from lightning_megatron.optim.stepper import Stepper
 
@@ -62,6 +63,7 @@ class DistributedOptimizer:
         optimizer: the optimizer that was given.
         shards: what each main shard is.
         kept: main values and states, to save or restore them.
+        add_param_group: the optimizer's own method, which also lays the new parameters out: see ``optim/late.py``.
 
     Raises:
         ValueError: the optimizer is of neither kind, holds a parameter that is not among ``named_parameters``, or the ranks
@@ -79,43 +81,73 @@ class DistributedOptimizer:
         stages: Mapping[int, Sequence[nn.Parameter]] | None = None,
         narrow: Holders | None = None,
     ) -> None:
-        whole = wants_whole_parameters(optimizer)
-        trainable = trainable_parameters(optimizer, named_parameters)
-        self._config = config = config or DistributedOptimizerConfig()
+        self._config = config or DistributedOptimizerConfig()
         self.optimizer, self.mesh = optimizer, mesh
-        stages = stages if stages is not None else {0: [param for _, param in trainable]}
-        self._buckets = build_buckets(
-            trainable,
-            mesh=mesh,
-            bucket_numel=config.bucket_numel,
-            stages=_stages_of(stages),
-            reduce_dtype=torch.bfloat16 if config.grad_reduce_dtype == "bf16" else None,
-            whole=whole,
-            narrow=narrow or {},
-        )
-        names = {param: name for name, param in trainable}
-        self._arrivals = Arrivals(self._buckets, names, stages=stages, mesh=mesh, overlap=config.overlap_grad_reduce)
-        self._guard = ParameterGuard(self._buckets)
+        self._whole, self._main_params = wants_whole_parameters(optimizer), main_params
+        named = list(named_parameters)
+        trainable = trainable_parameters(optimizer, named)
+        self._stages = dict(stages) if stages is not None else {0: [param for _, param in named]}
+        self._names: dict[nn.Parameter, str] = {}
+        self._hooked: list[nn.Module] = []
         self._forward_hooks: list[RemovableHandle] = []
-        self._cut = cut_buckets(self._buckets, names, mesh=mesh, config=config, main_params=main_params, whole=whole)
-        self.shards = self._cut.shards
-        self._sums = plan_sums(self._cut.local, self._cut.gradients, mesh=mesh)
-        check_agreement(self._buckets, self._sums, mesh=mesh)
+        self._buckets, self._cut = self._lay_out(trainable, narrow or {})
         self._narrow = NarrowParameters(self._buckets, self._cut.local, narrow or {})
+        install_shards(optimizer, self._cut.shards)
+        self._assemble()
+        check_agreement(self._buckets, self._sums, mesh=mesh)
         self._send_narrow()
-        install_shards(optimizer, self.shards)
-        self._shown: dict[Tensor, Tensor] = {}  # main parameters that hold their values for now
-        self.kept = KeptValues(optimizer, self._cut, config)
-        self._stepper = Stepper(optimizer, self._cut, config=config, device=mesh.device)
+        self.add_param_group: Callable[[dict[str, Any]], None] = LateGroups(optimizer, named, trainable, self._extend).add
+
+    def _lay_out(self, trainable: Sequence[tuple[str, nn.Parameter]], narrow: Holders) -> tuple[list[Bucket], Cut]:
+        """Buckets and shards of parameters that have none."""
+        config = self._config
+        self._names |= {param: name for name, param in trainable}
+        buckets = build_buckets(
+            trainable,
+            mesh=self.mesh,
+            bucket_numel=config.bucket_numel,
+            stages=self._stages,
+            reduce_dtype=torch.bfloat16 if config.grad_reduce_dtype == "bf16" else None,
+            whole=self._whole,
+            narrow=narrow,
+        )
+        return buckets, cut_buckets(
+            buckets, self._names, mesh=self.mesh, config=config, main_params=self._main_params, whole=self._whole
+        )
+
+    def _assemble(self, num_skipped: int = 0) -> None:
+        """Make what works on all buckets and shards, anew if there are more of them."""
+        config, mesh, cut = self._config, self.mesh, self._cut
+        self.shards: list[Shard] = cut.shards
+        options: dict[str, Any] = {"stages": self._stages, "overlap": config.overlap_grad_reduce}
+        self._arrivals = Arrivals(self._buckets, self._names, mesh=mesh, **options)
+        self._guard = ParameterGuard(self._buckets)
+        self._sums = plan_sums(cut.local, cut.gradients, mesh=mesh)
+        self.kept = KeptValues(self.optimizer, cut, config)
+        self._stepper = Stepper(self.optimizer, cut, config=config, device=mesh.device)
         self._finisher = GradientFinisher(
-            self._cut.local,
-            self._cut.gradients,
+            cut.local,
+            cut.gradients,
             buckets=self._buckets,
             mesh=mesh,
             nonfinite=config.nonfinite,
             direct=self._stepper.reads_buffer,
             confirms=self._stepper.changes_nothing_by_nan,
         )
+        self._finisher.num_skipped = num_skipped
+
+    def _extend(self, trainable: Sequence[tuple[str, nn.Parameter]], group: dict[str, Any]) -> None:
+        """Train more parameters, whose group the optimizer has already. In buckets of their own, after the others."""
+        self.wait_parameters()
+        buckets, cut = self._lay_out(trainable, {})
+        check_peers(buckets, mesh=self.mesh)
+        install_shards(self.optimizer, cut.shards, groups=[group])
+        self._buckets += buckets
+        self._cut.extend(cut)
+        self._arrivals.close()
+        self._assemble(self.num_skipped)
+        for module in self._hooked:
+            self._forward_hooks += wait_in_forwards(module, buckets)
 
     def last_backward(self, stage: int = 0, *, pattern: Hashable = None) -> None:
         """Say that the backward which begins now is the stage's last of this step: buckets are reduced as it fills them.
@@ -248,6 +280,7 @@ class DistributedOptimizer:
 
     def wait_in_forwards(self, module: nn.Module) -> None:
         """Make the forward of each submodule wait for its own parameters. Without it, ``wait_parameters`` before a forward."""
+        self._hooked.append(module)
         self._forward_hooks += wait_in_forwards(module, self._buckets)
 
     def zero_gradients(self) -> None:
@@ -291,10 +324,8 @@ class DistributedOptimizer:
         for mains, values in self._copies():
             torch._foreach_copy_(mains, values)
         self._narrow.refresh()
-        for main, store in self._cut.stores.items():
+        for store in self._cut.stores.values():
             store.refresh()
-            if main in self._shown:
-                main.detach().view(-1).copy_(store.read(0, main.numel()))
         for matrix in self._cut.gathered:
             matrix.refresh()
 
@@ -308,24 +339,6 @@ class DistributedOptimizer:
         else:
             flat = shard.param.detach().reshape(-1)[shard.start : shard.stop]
             shard.main.copy_(flat.view(shard.main.shape))
-
-    @contextmanager
-    def main_values(self) -> Iterator[None]:
-        """Inside the ``with`` block every ``shard.main`` and every state holds its values, all at once: see ``kept``."""
-        stores = self._cut.stores
-        empty = self._shown = {main: main.detach() for main in stores}
-        for main, store in stores.items():
-            main.data = store.read(0, main.numel()).view(main.shape)
-        if self._cut.on_host and self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)  # copies to the host may still be running
-        try:
-            with self._stepper.wide_states():
-                yield
-        finally:
-            self._shown = {}
-            for main, store in stores.items():
-                store.write(main.detach().view(-1), 0, main.numel())
-                main.data = empty[main]
 
     @contextmanager
     def wide_parameters(self, *, changed: bool = False) -> Iterator[None]:
@@ -385,11 +398,3 @@ class DistributedOptimizer:
         self._finisher.clear()
         self._finisher = GradientFinisher([], [], buckets=[], mesh=self.mesh, nonfinite=self._config.nonfinite)
         self._buckets, self._sums, self._forward_hooks = [], [], []
-
-
-def _stages_of(stages: Mapping[int, Sequence[nn.Parameter]]) -> dict[nn.Parameter, tuple[int, ...]]:
-    found: dict[nn.Parameter, tuple[int, ...]] = {}
-    for stage in sorted(stages):
-        for param in stages[stage]:
-            found[param] = (*found.get(param, ()), stage)
-    return found

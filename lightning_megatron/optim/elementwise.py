@@ -83,10 +83,17 @@ def trainable_parameters(
     return [(name, param) for param, name in names.items() if param in held and param.requires_grad]
 
 
-def install_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
+def install_shards(
+    optimizer: torch.optim.Optimizer, shards: Sequence[Shard], *, groups: Sequence[dict[str, Any]] | None = None
+) -> None:
     """Replace each group's parameters by this rank's shards, in the group's order, and cut the state that exists.
 
     Parameters without a shard on this rank leave their group; a group may end up empty.
+
+    Args:
+        optimizer: holds the groups.
+        shards: of the groups' parameters.
+        groups: which of its groups; all of them if not given.
 
     Raises:
         ValueError: an existing state tensor has neither the parameter's shape nor one element.
@@ -97,7 +104,7 @@ def install_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) ->
         for shard in shards
         if shard.param in optimizer.state
     }
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if groups is None else groups:
         kept = [position for position, param in enumerate(group["params"]) if param in by_param]
         if "param_names" in group:
             group["param_names"] = [group["param_names"][position] for position in kept]

@@ -9,8 +9,7 @@ The optimizer stays the user's: its groups, its state and its step hooks are as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -163,21 +162,6 @@ class FusedAdam:
         if self._in_fp8 and _SCALE not in state:
             state["exp_avg"], state[_SCALE] = float8.narrowed(state["exp_avg"])
         return state
-
-    @contextmanager
-    def wide_states(self) -> Iterator[None]:
-        """Inside the ``with`` block first moments in 8 bits are fp32 tensors without scales."""
-        for main in self._places if self._in_fp8 else ():
-            state = self._optimizer.state.get(main, {})
-            if _SCALE in state:
-                state["exp_avg"] = float8.widened(state["exp_avg"], state.pop(_SCALE))
-        try:
-            yield
-        finally:
-            for main in self._places if self._in_fp8 else ():
-                state = self._optimizer.state.get(main, {})
-                if "exp_avg" in state:
-                    state["exp_avg"], state[_SCALE] = float8.narrowed(state["exp_avg"])
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,21 @@ def check_agreement(buckets: Sequence[Bucket], sums: Sequence[AxisSum], *, mesh:
     )
 
 
+def check_peers(buckets: Sequence[Bucket], *, mesh: Mesh) -> None:
+    """Compare further buckets with those of the ranks that reduce them together. Collective over those ranks alone.
+
+    Raises:
+        ValueError: on every one of them, if they differ.
+    """
+    for axis in (mesh.dp_cp, mesh["edp"]):
+        lines = [str(p) for bucket in buckets if bucket.axis.name == axis.name for p in bucket.plan.placements]
+        if axis.size > 1 and any(other != lines for other in all_gather_object(lines, axis)):
+            raise ValueError(
+                f"add_param_group was given other parameters on rank {mesh.rank} than on another rank of axis {axis.name!r} "
+                f"{axis.ranks}; call it alike on all ranks."
+            )
+
+
 _Layouts = dict[tuple[str, tuple[int, ...]], list[str]]
 
 

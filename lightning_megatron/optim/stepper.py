@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -68,10 +67,6 @@ class Stepper:
         """Do what a step needs beforehand, while the device is busy. Nothing need be said."""
         if self._fused is not None:
             self._fused.prepare()
-
-    def wide_states(self) -> AbstractContextManager[None]:
-        """Inside the ``with`` block states are tensors as any optimizer would have them: to save or restore them."""
-        return nullcontext() if self._fused is None else self._fused.wide_states()
 
     def step(self, factor: torch.Tensor | None, *, confirm: Callable[[], None], **kwargs: Any) -> None:
         """Step on everything.

@@ -185,8 +185,10 @@ class SteppingStrategy(CheckpointingStrategy):
     @override
     def on_train_start(self) -> None:
         self._take_metrics()
-        if not self._module.automatic_optimization:  # not in setup, after which Lightning makes its wrappers anew
-            wrappers = self._lightning_optimizers
+        wrappers = self._lightning_optimizers  # not in setup, after which Lightning makes them anew
+        for distributed, wrapper in zip(self._distributed, wrappers, strict=True):
+            wrapper.__dict__["add_param_group"] = distributed.add_param_group  # a wrapper does not ask what it wraps
+        if not self._module.automatic_optimization:
             self._manual = ManualOptimization(self._module, self._distributed, wrappers=wrappers, mesh=self.mesh)
         self._restore_at_start()
         self._watch_requeue()

@@ -16,6 +16,7 @@ from lightning_megatron.checkpoint import BackgroundSaver, blocks, boxes, load, 
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer, DistributedOptimizerConfig
 from lightning_megatron.testing import run_distributed
+from tests.optim.main_values import main_values
 
 SIZE, NUM_LAYERS, BUCKET_MB = 512, 8, 1.0  # a layer is a bucket, and main values in fp32 are eight
 KEPT: dict[str, dict[str, Any]] = {
@@ -96,7 +97,7 @@ def step(module: nn.Module, optimizer: DistributedOptimizer) -> None:
 
 
 def values(optimizer: DistributedOptimizer) -> dict[str, Tensor]:
-    with optimizer.main_values():
+    with main_values(optimizer):
         found = {f"{shard.name}.main": shard.main.detach().clone() for shard in optimizer.shards}
         for shard in optimizer.shards:
             state = optimizer.optimizer.state[shard.main]

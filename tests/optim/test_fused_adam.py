@@ -12,6 +12,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer, DistributedOptimizerConfig, float8
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.testing import run_distributed
+from tests.optim.main_values import main_values
 
 MAKERS: dict[str, Any] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
@@ -60,7 +61,7 @@ def train(
         sharded.step()
         sharded.update_parameters()
         sharded.wait_parameters()
-        with sharded.main_values():
+        with main_values(sharded):
             seen.append([shard.main.detach().clone() for shard in sharded.shards])
         seen[-1] += [param.detach().clone() for param in net.parameters()]
     return seen
@@ -165,7 +166,7 @@ def test_a_first_moment_in_8_bits_trains_nearly_as_one_in_bf16_does() -> None:
     assert apart.norm() < 0.1 * moved.norm()
 
 
-def test_states_in_8_bits_are_fp32_tensors_while_they_are_saved() -> None:
+def test_states_in_8_bits_are_saved_as_fp32_and_restored_to_the_same_bits() -> None:
     net = Net(torch.bfloat16)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     config = DistributedOptimizerConfig(state_dtype="fp8")
@@ -176,7 +177,7 @@ def test_states_in_8_bits_are_fp32_tensors_while_they_are_saved() -> None:
     sharded.step()
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float8_e4m3fn}
     before = [float8.widened(state["exp_avg"], state["exp_avg_scale"]) for state in optimizer.state.values()]
-    with sharded.main_values():
+    with main_values(sharded):
         for state in optimizer.state.values():
             assert state["exp_avg"].dtype == torch.float32
             assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}

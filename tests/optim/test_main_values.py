@@ -15,6 +15,7 @@ from lightning_megatron.optim import DistributedOptimizer, DistributedOptimizerC
 from lightning_megatron.optim.remainder import Remainder
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.testing import run_distributed
+from tests.optim.main_values import main_values
 
 
 def round_trip(bits: Tensor) -> None:
@@ -98,7 +99,7 @@ def train(steps: int, optimizer: str, **options: Any) -> tuple[list[list[Tensor]
         sharded.update_parameters()
         sharded.wait_parameters()
         seen.append([p.detach().clone() for p in net.parameters()])
-    with sharded.main_values():
+    with main_values(sharded):
         mains = {f"{shard.name}[{shard.start}]": shard.main.detach().clone() for shard in sharded.shards}
     values = [p.tolist() for p in net.parameters()]
     assert all(other == values for other in all_gather_object(values, mesh.world))
@@ -181,14 +182,14 @@ def test_main_values_are_read_anew_after_a_weights_only_load_and_can_be_restored
     param = nn.Parameter(torch.ones(9, dtype=torch.bfloat16))
     config = DistributedOptimizerConfig(**VARIANTS[variant])
     sharded = DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("p", param)], mesh=Mesh(), config=config)
-    with sharded.main_values(), torch.no_grad():
+    with main_values(sharded), torch.no_grad():
         sharded.shards[0].main.fill_(1.001)
-    with sharded.main_values():
+    with main_values(sharded):
         assert torch.equal(sharded.shards[0].main, torch.full((9,), 1.001))
     with torch.no_grad():
         param.fill_(2.0)
     sharded.refresh_main()
-    with sharded.main_values():
+    with main_values(sharded):
         assert torch.equal(sharded.shards[0].main, torch.full((9,), 2.0))
 
 
