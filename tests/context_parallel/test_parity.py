@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -171,6 +171,68 @@ PACKED: dict[str, tuple[int, dict[str, Any], GPTConfig, int]] = {
 }
 
 
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the grid of layouts, ways of communicating, patterns and packing; grouped key/value heads throughout."""
+
+    layout: str
+    comm: str
+    causal: bool
+    packed: bool
+
+    def __str__(self) -> str:
+        return f"{self.layout} {self.comm} {'causal' if self.causal else 'full'}{' packed' if self.packed else ''}"
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp2": (2, {"cp": 2}),
+    "cp4": (4, {"cp": 4}),
+    "cp2 tp2": (4, {"cp": 2, "tp": 2}),
+    "cp2 pp2": (4, {"cp": 2, "pp": 2}),
+    "cp2 dp2": (4, {"cp": 2}),
+}
+GRID = [
+    Cell(layout, comm, causal, packed)
+    for layout in LAYOUTS
+    for comm in ("p2p", "all_gather", "a2a", *(["a2a+p2p"] if layout == "cp4" else []))
+    for causal in (True, False)
+    for packed in (False, True)
+]
+# The suite runs those that the cases above leave out two by two; `python -m tests.context_parallel.test_parity` runs all 64.
+CHOSEN = [
+    Cell("cp2", "a2a", False, True),
+    Cell("cp4", "all_gather", False, True),
+    Cell("cp4", "a2a", False, False),
+    Cell("cp2 tp2", "all_gather", True, True),
+    Cell("cp2 tp2", "a2a", False, True),
+    Cell("cp2 pp2", "all_gather", False, False),
+    Cell("cp2 pp2", "a2a", True, True),
+    Cell("cp2 dp2", "all_gather", True, True),
+    Cell("cp2 dp2", "a2a", False, False),
+]
+# Full attention sees the padding of a document, so these have none (they divide by 2 * cp).
+WHOLE_LENGTHS = (8, 16, 8, 24, 16, 8, 8, 16)
+
+
+@pytest.mark.parametrize("cell", CHOSEN, ids=str)
+def test_a_cell_of_the_grid_equals_one_process(cell: Cell) -> None:
+    assert cell in GRID
+    world_size, layout = LAYOUTS[cell.layout]
+    options = {**layout, "cp_comm": cell.comm}
+    if "pp" in options:
+        options["micro_batch_size"] = 1 if cell.packed else 4
+    config = replace(LLAMA_GQA if cell.causal else FULL, max_seq_len=24)
+    if cell.packed:
+        collate, lengths = PackingCollator(SEQUENCE, multiple_of=2 * options["cp"]), LENGTHS if cell.causal else WHOLE_LENGTHS
+        expected = one_by_one(config, lengths)
+        ranks = run_distributed(lambda: packed_run(config, options, collate=collate, lengths=lengths), world_size)
+    else:
+        expected = whole(config)
+        run = lambda: harness.strategy_run(config, options, optimizer="sgd", precision="64-true", steps=1)  # noqa: E731
+        ranks = run_distributed(run, world_size)
+    assert_same(ranks, expected, losses="dp2" not in cell.layout)
+
+
 @pytest.mark.parametrize("case", PACKED)
 def test_packed_documents_train_as_they_would_one_by_one(case: str) -> None:
     world_size, options, config, multiple_of = PACKED[case]
@@ -210,17 +272,23 @@ def test_documents_on_as_few_ranks_as_they_need_train_the_same(case: str) -> Non
 
 
 class OneChunk(harness.Samples):
-    """Labels in the first two of twelve tokens alone: under cp = 2 rank 1 has none."""
+    """Labels in the first two of twelve or sixteen tokens alone: rank 0 has them."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
         self.labels[:, 2:] = IGNORE_INDEX
 
 
-def test_a_rank_without_a_valid_token_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+def test_ranks_without_a_valid_token_add_nothing(comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "Samples", OneChunk)
     expected = harness.reference_run(LLAMA_GQA, optimizer="sgd", dtype=torch.float64, steps=1)
-    ranks = run_distributed(
-        lambda: harness.strategy_run(LLAMA_GQA, {"cp": 2}, optimizer="sgd", precision="64-true", steps=1), 2
-    )
-    assert_same(ranks, expected, losses=True)
+    options = {"cp": 4, "cp_comm": comm}
+    run = lambda: harness.strategy_run(LLAMA_GQA, options, optimizer="sgd", precision="64-true", steps=1)  # noqa: E731
+    assert_same(run_distributed(run, 4), expected, losses=True)
+
+
+if __name__ == "__main__":
+    for chosen in GRID:
+        test_a_cell_of_the_grid_equals_one_process(chosen)
+        print("passed", chosen, flush=True)
