@@ -88,26 +88,37 @@ class Simulation:
 
 
 def plan_step(
-    lengths: Sequence[int], *, num_ranks: int, tokens_per_rank: int, cost: Cost = Cost(), min_degree: int = 1
+    lengths: Sequence[int],
+    *,
+    num_ranks: int,
+    tokens_per_rank: int,
+    cost: Cost = Cost(),
+    min_degree: int = 1,
+    max_degree: int | None = None,
 ) -> list[PlannedMicroBatch]:
     """Micro-batches of one optimizer step, in the order in which each rank runs its own.
 
     Args:
         lengths: tokens of each document.
-        num_ranks: ranks that there are: cp. (Blocks of one rank are what data parallelism is: give cp all ranks.)
+        num_ranks: ranks that there are: dp x cp.
         tokens_per_rank: tokens that a rank can hold in one micro-batch.
         cost: the time of things.
-        min_degree: least ranks of a block, one of ``degrees(num_ranks)``; ``num_ranks`` gives static context parallelism.
+        min_degree: least ranks of a block, one of ``degrees(max_degree)``.
+        max_degree: most ranks of a block: cp; by default all. The same as ``min_degree`` is static context parallelism.
 
     Raises:
-        ValueError: ``min_degree`` is no size of a block, or a document does not fit all ranks together.
+        ValueError: ``min_degree`` is no size of a block, blocks do not divide the ranks, or a document does not fit a block.
     """
-    chain = degrees(num_ranks)
-    if min_degree not in chain:
-        raise ValueError(f"min_degree={min_degree} is no size of a block of {num_ranks} ranks: use one of {list(chain)}.")
-    if too_long := [length for length in lengths if not 1 <= length <= num_ranks * tokens_per_rank]:
+    most = num_ranks if max_degree is None else max_degree
+    chain = degrees(most)
+    if min_degree not in chain or num_ranks % most:
         raise ValueError(
-            f"a document of {too_long[0]} tokens does not fit {num_ranks} ranks of {tokens_per_rank} tokens: raise "
+            f"min_degree={min_degree} and max_degree={most} of {num_ranks} ranks: blocks of max_degree must divide the ranks, "
+            f"and min_degree be one of {list(chain)}."
+        )
+    if too_long := [length for length in lengths if not 1 <= length <= most * tokens_per_rank]:
+        raise ValueError(
+            f"a document of {too_long[0]} tokens does not fit {most} ranks of {tokens_per_rank} tokens: raise "
             f"tokens_per_rank or the number of ranks, or cut it."
         )
     ideal = sum(cost.of_document(length) for length in lengths) / num_ranks

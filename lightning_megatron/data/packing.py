@@ -138,19 +138,34 @@ class DynamicPackingCollator:
 
     Give the strategy no size of micro-batches that would contradict it.
 
+    With ``num_replicas`` the plan is one for all dp x cp ranks, and so balances replicas, too: each then gets the documents
+    of all (``Trainer(use_distributed_sampler=False)`` and the same order everywhere) and makes a batch of its share.
+
     Args:
-        seq_len: S, the longest document, and what all ranks hold together; a multiple of ``2 * cp`` times cp.
+        seq_len: S, the longest document, and what cp ranks hold together; a multiple of ``2 * cp`` times cp.
         cp: context-parallel ranks.
         pad_token: token that stands at padding.
         cost: what balances ranks: time of a token and of a query-key pair; by default ``Cost()``.
         round_to: a rank's tokens in a micro-batch are rounded up to a multiple of this (up to ``S / cp``), so that few
             shapes come up.
+        num_replicas, replica: data-parallel replicas that plan together, and which of them this is:
+            ``strategy.distributed_sampler_kwargs`` says, as ``num_replicas`` and ``rank``.
 
     Raises:
         ValueError: S does not divide, or ``round_to`` is odd; in a call: a document is longer than S.
     """
 
-    def __init__(self, seq_len: int, cp: int, *, pad_token: int = 0, cost: Cost | None = None, round_to: int = 128) -> None:
+    def __init__(
+        self,
+        seq_len: int,
+        cp: int,
+        *,
+        pad_token: int = 0,
+        cost: Cost | None = None,
+        round_to: int = 128,
+        num_replicas: int = 1,
+        replica: int = 0,
+    ) -> None:
         if cp < 1 or seq_len % (2 * cp * cp):
             raise ValueError(
                 f"seq_len={seq_len} does not divide by 2 * cp * cp = {2 * cp * cp}: rows are cut into 2 * cp chunks, and a "
@@ -159,17 +174,21 @@ class DynamicPackingCollator:
         if round_to < 2 or round_to % 2:
             raise ValueError(f"round_to={round_to}: give an even number of tokens; a rank holds two chunks of a document.")
         self.cp, self._share, self._cost, self._round_to = cp, seq_len // cp, cost or Cost(), round_to
-        self._pad_token = pad_token
+        self._pad_token, self._num_replicas, self._replica = pad_token, num_replicas, replica
 
     def plan(self, lengths: Sequence[int]) -> list[list[PlannedMicroBatch]]:
         """Which documents run together and where, micro-batch by micro-batch; see ``context_parallel.dynamic.waves``."""
         padded = [length + -length % (2 * self.cp) for length in lengths]
-        return waves(plan_step(padded, num_ranks=self.cp, tokens_per_rank=self._share, cost=self._cost), self.cp)
+        num_ranks = self.cp * self._num_replicas
+        limits = {"tokens_per_rank": self._share, "max_degree": self.cp}
+        return waves(plan_step(padded, num_ranks=num_ranks, cost=self._cost, **limits), num_ranks)
 
     def __call__(self, documents: Sequence[Tensor | Mapping[str, Tensor]]) -> MicroBatches:
         """Pack one batch; see the class."""
         lengths = [len(document["tokens"] if isinstance(document, Mapping) else document) for document in documents]
-        return MicroBatches([self._row(wave, documents, lengths) for wave in self.plan(lengths)])
+        first = self.cp * self._replica
+        own = [[block for block in wave if first <= block.first_rank < first + self.cp] for wave in self.plan(lengths)]
+        return MicroBatches([self._row(blocks, documents, lengths) for blocks in own])
 
     def _row(
         self, wave: list[PlannedMicroBatch], documents: Sequence[Tensor | Mapping[str, Tensor]], lengths: list[int]

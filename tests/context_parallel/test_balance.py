@@ -94,8 +94,10 @@ def test_a_plan_of_equal_short_documents_uses_no_block_of_ranks() -> None:
 def test_plans_that_cannot_be_are_refused_with_the_numbers(lengths: list[int], num_ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_step(lengths, num_ranks=num_ranks, tokens_per_rank=10)
-    with pytest.raises(ValueError, match=r"min_degree=4 is no size of a block of 6 ranks: use one of \[1, 2, 6\]"):
+    with pytest.raises(ValueError, match=r"min_degree=4 and max_degree=6 of 6 ranks: .* min_degree be one of \[1, 2, 6\]"):
         plan_step([1], num_ranks=6, tokens_per_rank=10, min_degree=4)
+    with pytest.raises(ValueError, match=r"max_degree=4 of 6 ranks"):
+        plan_step([1], num_ranks=6, tokens_per_rank=10, max_degree=4)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4, 6, 8, 12])

@@ -141,16 +141,24 @@ def one_by_one(config: GPTConfig, lengths: Sequence[int] = LENGTHS) -> Outcome:
 
 
 def packed_run(
-    config: GPTConfig, options: dict[str, Any], *, collate: Callable[..., Any], lengths: Sequence[int] = LENGTHS
+    config: GPTConfig,
+    options: dict[str, Any],
+    *,
+    collate: Callable[..., Any],
+    lengths: Sequence[int] = LENGTHS,
+    shared: bool = False,
 ) -> Outcome:
+    """One step; with ``shared`` every replica gets all documents."""
     L.seed_everything(SEED, verbose=False)
     strategy = MegatronStrategy(**options)
     module = harness.ParityModule(config, optimizer="sgd", dtype=torch.float64)
     devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet["use_distributed_sampler"] = not shared
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, precision="64-true", max_steps=1, **quiet)
     samples = documents(config.vocab_size, lengths)
-    loader = DataLoader(samples, batch_size=len(samples) // strategy.dp_size, collate_fn=collate)  # type: ignore[arg-type]
+    batch_size = len(samples) if shared else len(samples) // strategy.dp_size
+    loader = DataLoader(samples, batch_size=batch_size, collate_fn=collate)  # type: ignore[arg-type]
     trainer.fit(module, loader)
     return Outcome(module.initial, strategy.full_state_dict(), module.losses, module.norms)
 
@@ -266,6 +274,17 @@ def test_documents_on_as_few_ranks_as_they_need_train_the_same(case: str) -> Non
     assert used == ({1, 2, 4} if options["cp"] == 4 else {1, 2})
     ranks = run_distributed(lambda: packed_run(config, options, collate=collate, lengths=MIXED_LENGTHS), world_size)
     assert_same(ranks, one_by_one(config, MIXED_LENGTHS), losses="dp2" not in case)
+
+
+def test_replicas_that_plan_together_train_the_same() -> None:
+    config = replace(LLAMA_GQA, max_seq_len=32)
+
+    def run() -> Outcome:
+        replica = torch.distributed.get_rank() // 2
+        collate = DynamicPackingCollator(32, 2, round_to=2, num_replicas=2, replica=replica)
+        return packed_run(config, {"cp": 2}, collate=collate, lengths=MIXED_LENGTHS, shared=True)
+
+    assert_same(run_distributed(run, 4), one_by_one(config, MIXED_LENGTHS), losses=False)
 
 
 # A rank without any valid token.

@@ -98,6 +98,17 @@ def test_dynamic_packing_cuts_documents_over_as_few_ranks_as_they_need() -> None
     assert sorted(seen) == list(range(1, 81))
 
 
+def test_replicas_that_plan_together_share_the_documents_and_have_as_many_micro_batches() -> None:
+    generator = random.Random(4)
+    lengths = [generator.choice([3, 9, 17, 30, 50, 100]) for _ in range(60)]
+    documents = [torch.full((n,), i + 1) for i, n in enumerate(lengths)]
+    parts = [DynamicPackingCollator(128, 4, round_to=2, num_replicas=3, replica=i)(documents) for i in range(3)]
+    assert len({len(part) for part in parts}) == 1
+    rows = [row["tokens"][0].split([tokens for _, tokens in row["cp_blocks"]]) for part in parts for row in part]
+    held = [int(token) for row in rows for block in row for token in block.unique() if token]
+    assert sorted(held) == list(range(1, 61))
+
+
 def test_dynamic_packing_gives_ranks_about_as_much_to_do() -> None:
     generator = random.Random(1)
     for _ in range(20):
