@@ -16,7 +16,7 @@ block have had the same number of micro-batches before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_megatron.context_parallel.balance import attention_pairs
@@ -37,6 +37,15 @@ class Cost:
     pair: float = 1e-4
     exchange: float = 0.0
     microbatch: float = 0.0
+
+    @classmethod
+    def of_flops(cls, flops_per_token: Callable[[int], float]) -> Cost:
+        """By the FLOPs of a token in a document of some length, which grow by as much with each token of it.
+
+        ``Cost.of_flops(config.flops_per_token)`` is that of a ``GPTConfig``.
+        """
+        alone = flops_per_token(0)
+        return cls(token=alone, pair=2.0 * (flops_per_token(1) - alone))
 
     def of_document(self, length: int) -> float:
         """On one rank."""

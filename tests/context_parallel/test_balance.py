@@ -10,6 +10,7 @@ import pytest
 from lightning_megatron.context_parallel.balance import attention_pairs, imbalance, plain_pairs, zigzag_pairs
 from lightning_megatron.context_parallel.dynamic import Cost, degrees, plan_step, simulate_step, waves
 from lightning_megatron.data.packing import first_fit_decreasing
+from lightning_megatron.models import GPTConfig
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
@@ -55,6 +56,13 @@ def random_lengths(generator: random.Random) -> list[int]:
 
 
 COST = Cost(token=1.0, pair=4e-4, exchange=0.1, microbatch=300.0)
+
+
+def test_the_cost_of_a_model_is_its_flops() -> None:
+    config = GPTConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=256)
+    cost = Cost.of_flops(config.flops_per_token)
+    for length in (1000, 8000):
+        assert cost.of_document(length) == pytest.approx(length * config.flops_per_token(length), rel=1e-3)
 
 
 def test_dynamic_plans_hold_each_document_once_and_never_more_than_fits() -> None:
