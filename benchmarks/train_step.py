@@ -151,6 +151,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     backend: dict[str, Any] = {"backend": options.backend} if options.backend else {}
     backend |= {"recompute": options.recompute.split(",")} if options.recompute else {}
     backend |= {"offload_activations": options.offload, "cuda_graphs": options.graphs, "tp_overlap": options.tp_overlap}
+    backend |= {"tune_products": options.tune}
     strategy = MegatronStrategy(
         tp=options.tp, pp=options.pp, vpp=options.vpp, cp=options.cp, micro_batch_size=options.mbs, **backend
     )
@@ -244,6 +245,7 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="layers as CUDA graphs")
     parser.add_argument("--bare", action="store_true", help="against a plain loop, with monitors, logger and progress bar on")
     parser.add_argument("--bar", action="store_true", help="show the progress bar")
+    parser.add_argument("--tune", nargs="?", const=True, default=False, help="tune_products, or the path of its file")
     parser.add_argument("--profile", action="store_true", help="kernels of one more step, by kind")
     parser.add_argument("--syncs", action="store_true", help="say where the third step makes the host wait")
     parser.add_argument("--vs-megatron", default="", metavar="PATH", help="the peer's script, run afterwards")

@@ -193,9 +193,22 @@ def current_products() -> Products:
     return _Switch.products
 
 
-def set_products(products: Products | None) -> None:
-    """Let layers multiply by these from now on; ``None``: by torch."""
-    _Switch.products = TorchProducts() if products is None else products
+def set_products(products: Products) -> None:
+    """Let layers multiply by these from now on."""
+    _Switch.products = products
+
+
+def products_of(tune: bool | str, device: torch.device) -> Products:
+    """What to multiply by on this device: by torch, by what is timed, or by what a file of that path keeps.
+
+    Raises:
+        ValueError: there is nothing to time here.
+    """
+    if tune is False:
+        return TorchProducts()
+    if device.type != "cuda":
+        raise ValueError(f"tune_products={tune!r} times cuBLASLt's algorithms, but the device is {device}; set it to False.")
+    return TunedProducts(device, None if tune is True else Path(tune))
 
 
 def _fastest(run: Callable[[int], None], number: int) -> int:

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.comm import all_reduce
+from lightning_megatron.kernels.products import products_of, set_products
 from lightning_megatron.layers.backend import Backend
 from lightning_megatron.layers.choice import BackendName, choose_backend, use_backend
 from lightning_megatron.layers.recompute import Recompute
@@ -84,6 +85,7 @@ class MegatronStrategy(SteppingStrategy):
         offload_activations: what layers save for the backward waits in host memory.
         cuda_graphs: layers of our models run as CUDA graphs, for models that the host holds up. See docs/performance.md.
         compile_pointwise: ``torch.compile`` fuses what this project has no kernels for. See docs/performance.md.
+        tune_products: time cuBLASLt's algorithms first, then use the fastest; a path: of a file that keeps them. See the same.
         gc_interval_steps: optimizer steps between garbage collections, on all ranks at once; ``None`` leaves them to Python.
         optimizer: how gradients are laid out and reduced.
         checkpoint: how checkpoints are written and read: ``CheckpointConfig(async_save=True)`` writes beside the training.
@@ -127,6 +129,7 @@ class MegatronStrategy(SteppingStrategy):
         offload_activations: bool = False,
         cuda_graphs: bool = False,
         compile_pointwise: bool = False,
+        tune_products: bool | str = False,
         gc_interval_steps: int | None = 100,
         optimizer: DistributedOptimizerConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
@@ -138,6 +141,7 @@ class MegatronStrategy(SteppingStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         self._take_model_options(backend, plan, compiles=compile_pointwise)
+        self._tune_products = tune_products
         self._schedule = frozen(schedule)
         parallelism = Parallelism(
             tp=tp,
@@ -260,6 +264,7 @@ class MegatronStrategy(SteppingStrategy):
             **self._wanted_backend, device=self.root_device, dtype=precision.param_dtype, fp8=precision.fp8
         )
         options.check_overlap(self.parallelism, self._backend)
+        set_products(products_of(self._tune_products, self.root_device))
         earlier = PreparedModule.of(self.lightning_module)
         if earlier is not None and self._schedule == "auto":  # any placement will do
             self.parallelism = replace(self.parallelism, placement=earlier.mesh.parallelism.placement)

@@ -192,6 +192,7 @@ class ColumnLinear(torch.autograd.Function):
                 ctx,
                 lambda: ops.weight_gradient(whole(), narrow, weight),
                 add=lambda total: ops.add_weight_gradient(whole(), narrow, total),
+                put=lambda total: ops.add_weight_gradient(whole(), narrow, total, add=False),
             )
         grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
         return None if reducing is None else reducing().view(ctx.shape), grad_weight, grad_bias, None
@@ -242,6 +243,7 @@ class RowLinear(torch.autograd.Function):
                 ctx,
                 lambda: ops.weight_gradient(kept, narrow, weight),
                 add=lambda total: ops.add_weight_gradient(kept, narrow, total),
+                put=lambda total: ops.add_weight_gradient(kept, narrow, total, add=False),
             )
         return grad_x, grad_weight, None
 

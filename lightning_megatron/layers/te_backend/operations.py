@@ -70,8 +70,8 @@ class Operations(Protocol):
         """``grad^T x``: ``[N, in], [N, out] -> [out, in]`` in the dtype of ``like``."""
         ...
 
-    def add_weight_gradient(self, x: Narrow, grad: Narrow, total: Tensor) -> None:
-        """Add ``grad^T x`` to ``total``, ``[out, in]``, contiguous."""
+    def add_weight_gradient(self, x: Narrow, grad: Narrow, total: Tensor, *, add: bool = True) -> None:
+        """Add ``grad^T x`` to ``total``, ``[out, in]``, contiguous; or write it over that, whatever it holds."""
         ...
 
     def keep_columns(self, x: Narrow) -> Narrow:

@@ -121,9 +121,10 @@ class PlainOperations:
         """See ``Operations``."""
         return (_wide(grad).t() @ _wide(x)).to(like.dtype)
 
-    def add_weight_gradient(self, x: Tensor | Rounded, grad: Tensor | Rounded, total: Tensor) -> None:
+    def add_weight_gradient(self, x: Tensor | Rounded, grad: Tensor | Rounded, total: Tensor, *, add: bool = True) -> None:
         """See ``Operations``."""
-        total.add_(_wide(grad).t() @ _wide(x))
+        gradient = _wide(grad).t() @ _wide(x)
+        total.add_(gradient) if add else total.copy_(gradient)
 
     def keep_columns(self, x: Tensor | Rounded) -> Tensor | Rounded:
         """See ``Operations``."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels import available
+from lightning_megatron.kernels.products import TunedProducts, current_products
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.te_backend.operations import Narrow
 from lightning_megatron.layers.te_backend.options import Fp8Options
@@ -43,6 +44,7 @@ class TeOperations:
         self._gemm: Callable[..., Any] = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
         self._tensor: Any = import_module("transformer_engine.pytorch.tensor")
         self._storage: Any = import_module("transformer_engine.pytorch.tensor.storage.float8_tensor_storage")
+        self._formats = {self._dtypes[dtype]: dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
         self._kernels: Any = None
         if fused and options is not None and options.is_per_tensor and available():
             self._kernels = _checked_kernels(device)
@@ -201,11 +203,15 @@ class TeOperations:
 
     def product(self, weight: Narrow, x: Narrow, bias: Tensor | None, like: Tensor) -> Tensor:
         """See ``Operations``."""
+        if bias is None and self._are_narrow(weight, x) and self._is_tuned(weight._data, x._data):
+            return self._multiply((x, x._data), (weight, weight._data), dtype=like.dtype, fast=True)
         result: Tensor = self._gemm(weight, x, out_dtype=like.dtype, bias=bias)[0]
         return result
 
     def input_gradient(self, weight: Narrow, grad: Narrow, like: Tensor) -> Tensor:
         """See ``Operations``."""
+        if self._are_narrow(weight, grad) and self._is_tuned(weight._transpose, grad._data):
+            return self._multiply((grad, grad._data), (weight, weight._transpose), dtype=like.dtype)
         gemm = self._gemm(weight, grad, out_dtype=like.dtype, layout="NN", grad=True, use_split_accumulator=True)
         result: Tensor = gemm[0]
         return result
@@ -216,11 +222,49 @@ class TeOperations:
         result: Tensor = gemm[0]
         return result
 
-    def add_weight_gradient(self, x: Narrow, grad: Narrow, total: Tensor) -> None:
+    def add_weight_gradient(self, x: Narrow, grad: Narrow, total: Tensor, *, add: bool = True) -> None:
         """See ``Operations``."""
-        self._gemm(
-            x, grad, out_dtype=total.dtype, layout="NT", grad=True, accumulate=True, out=total, use_split_accumulator=True
+        if self._are_narrow(x, grad) and self._is_tuned(x._transpose, grad._transpose) and total.is_contiguous():
+            self._multiply((grad, grad._transpose), (x, x._transpose), out=total, accumulate=add)
+            return
+        options: dict[str, Any] = {"out_dtype": total.dtype, "out": total, "accumulate": add, "grad": True}
+        self._gemm(x, grad, layout="NT", use_split_accumulator=True, **options)
+
+    def _are_narrow(self, *operands: Narrow) -> bool:
+        return all(isinstance(operand, self._storage.Float8TensorStorage) for operand in operands)
+
+    @staticmethod
+    def _is_tuned(*given: Tensor | None) -> bool:
+        """Whether products of these bytes, K last in both, are multiplied by what was found to be fastest."""
+        return isinstance(current_products(), TunedProducts) and all(
+            matrix is not None and matrix.dim() == 2 and matrix.is_contiguous() for matrix in given
         )
+
+    def _multiply(
+        self,
+        a: tuple[Narrow, Tensor],
+        b: tuple[Narrow, Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+        fast: bool = False,
+    ) -> Tensor:
+        """``a b^T`` of two matrices in 8 bits, each with its bytes: ``[M, K], [N, K] -> [M, N]``."""
+        (left, rows), (right, columns) = a, b
+        out = rows.new_empty((rows.shape[0], columns.shape[0]), dtype=dtype) if out is None else out
+        products = current_products()
+        assert isinstance(products, TunedProducts)
+        products.multiply(
+            rows.view(self._formats[left._fp8_dtype]),
+            columns.view(self._formats[right._fp8_dtype]),
+            out,
+            transpose_b=True,
+            accumulate=accumulate,
+            scales=(left._scale_inv, right._scale_inv),
+            fast=fast,
+        )
+        return out
 
     # Attention
 
