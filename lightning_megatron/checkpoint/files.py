@@ -10,6 +10,7 @@ import shutil
 import socket
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ INDEX_FILE = ".metadata"
 SUMS_FILE = "checksums.json"
 _WORKPLACE = ".incomplete"  # apart, as Lightning makes numbers of all digits in names that it finds beside checkpoints
 _QUIET_SECONDS = 600.0
+_TRIES = 100
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -39,7 +41,7 @@ def prepare(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     clean(path.parent)
     folder = temporary(path)
-    folder.mkdir(parents=True)
+    _in_workplace(folder.parent, folder.mkdir)
     return folder
 
 
@@ -86,8 +88,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     gone = _hidden(path, "removed")
     if os.path.lexists(gone):
         _delete(gone)
-    gone.parent.mkdir(exist_ok=True)
-    os.rename(path, gone)
+    _in_workplace(gone.parent, lambda: os.rename(path, gone))
     _delete(gone)
 
 
@@ -97,6 +98,16 @@ def _delete(path: Path) -> None:
     else:
         shutil.rmtree(path)
     _leave(path.parent)
+
+
+def _in_workplace(workplace: Path, action: Callable[[], object]) -> None:
+    """Do something in the directory, made if need be: what ends on another thread removes it when it is empty."""
+    for _ in range(_TRIES):
+        workplace.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):
+            action()
+            return
+    action()
 
 
 def _leave(workplace: Path) -> None:
@@ -117,9 +128,9 @@ def announce_link(path: Path, target: Path) -> None:
     Lightning removes ``last.ckpt``, and what it led to, before it makes the new link.
     """
     announced = path.parent / _WORKPLACE / f"{path.name}.link"
-    announced.parent.mkdir(exist_ok=True)
     announced.unlink(missing_ok=True)
-    os.symlink(os.path.relpath(target, path.parent), announced, target_is_directory=True)
+    to = os.path.relpath(target, path.parent)
+    _in_workplace(announced.parent, lambda: os.symlink(to, announced, target_is_directory=True))
 
 
 def recover_links(folder: Path) -> None:

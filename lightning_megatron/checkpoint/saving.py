@@ -26,6 +26,8 @@ from lightning_megatron.checkpoint import files, storage, writing
 from lightning_megatron.checkpoint.planner import StrictSavePlanner
 from lightning_megatron.checkpoint.ranks import Ranks
 from lightning_megatron.checkpoint.writing import Resolve
+from lightning_megatron.comm import all_gather_object, all_reduce
+from lightning_megatron.mesh import Axis
 
 _SLAB_BYTES = 2**28
 _ALIGNMENT = 64
@@ -162,16 +164,18 @@ class BackgroundSaver:
 
     Args:
         new_group: makes a process group of all ranks on gloo; called once, by all ranks, before the first save.
+        world: over which the ranks agree, through host memory, that a save has ended; ``None`` for one rank.
     """
 
-    def __init__(self, new_group: Callable[[], dist.ProcessGroup | None]) -> None:
-        self._new_group = new_group
+    def __init__(self, new_group: Callable[[], dist.ProcessGroup | None], world: Axis | None = None) -> None:
+        self._new_group, self._world = new_group, world
         self._ranks: Ranks | None = None
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._failed = False
+        self._pending = False  # a save whose end the ranks have not agreed on: the same on all of them
         self._afterwards: list[Callable[[], None]] = []
 
     @property
@@ -179,6 +183,11 @@ class BackgroundSaver:
         """Whether a save is on its way."""
         thread = self._thread
         return thread is not None and thread.is_alive()
+
+    @property
+    def failure(self) -> str | None:
+        """What has failed on this rank and has not been raised yet."""
+        return None if self._error is None else f"a checkpoint could not be saved in the background: {self._error}"
 
     def start(self, planned: PlannedSave) -> None:
         """Copy this rank's parts to host memory and write them in the background.
@@ -190,7 +199,7 @@ class BackgroundSaver:
         if self._ranks is None:
             self._ranks = Ranks(self._new_group())
         copied, ranks = self._copies.take(planned), self._ranks
-        self._failed = False
+        self._failed, self._pending = False, True
         self._thread = threading.Thread(target=self._run, args=(copied, ranks), daemon=True, name="checkpoint-writer")
         self._thread.start()
 
@@ -204,27 +213,42 @@ class BackgroundSaver:
             action()
 
     def check(self) -> None:
-        """Raise what a background save has failed of, once.
+        """Raise what a background save has failed of, on all ranks or none. All ranks call it together.
+
+        While a save is on its way they ask each other, by one small reduction over host memory; otherwise it costs nothing.
 
         Raises:
             RuntimeError: it has failed.
         """
-        error, self._error = self._error, None
-        if error is not None:
-            raise RuntimeError(f"a checkpoint could not be saved in the background: {error}") from error
+        if not self._pending:
+            return
+        running = self.is_busy  # first: an error is there before its thread has ended
+        state = torch.tensor([running, self._error is not None], dtype=torch.int64)
+        still_running, failed = (state if self._world is None else all_reduce(state, self._world)).tolist()
+        if still_running:
+            return
+        self._pending = False
+        if failed:
+            text, error = self.failure, self._error
+            self._error = None
+            texts = [text] if self._world is None else all_gather_object(text, self._world)
+            raise RuntimeError(text or next(other for other in texts if other)) from error
 
-    def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait for the save on its way, if there is one. Returns whether it has ended.
+    def wait(self) -> None:
+        """Wait for the save on its way, if there is one. All ranks call it together.
 
         Raises:
-            RuntimeError: it has failed.
+            RuntimeError: it has failed; on all ranks.
         """
+        self.wait_alone()
+        while self._pending:  # for the other ranks: they come here when their part has ended
+            self.check()
+
+    def wait_alone(self, timeout_seconds: float | None = None) -> bool:
+        """Wait for this rank's part, without the others. Returns whether it has ended."""
         if (thread := self._thread) is not None:  # the thread itself may set it to None
             thread.join(timeout_seconds)
-            if thread.is_alive():
-                return False
-            self._thread = None
-        self.check()
+            return not thread.is_alive()
         return True
 
     def _run(self, planned: PlannedSave, ranks: Ranks) -> None:

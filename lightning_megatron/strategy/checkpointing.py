@@ -133,7 +133,7 @@ class CheckpointingStrategy(ProcessesStrategy):
 
     def _background_saver(self) -> checkpoints.BackgroundSaver | None:
         if self._checkpoint_config.async_save and self._saver is None:
-            self._saver = checkpoints.BackgroundSaver(self._new_control_group)
+            self._saver = checkpoints.BackgroundSaver(self._new_control_group, self.mesh.world)
         return self._saver
 
     def _new_control_group(self) -> dist.ProcessGroup | None:
@@ -157,7 +157,7 @@ class CheckpointingStrategy(ProcessesStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Raise what a checkpoint in the background has failed of; save if the job is about to be requeued."""
+        """Raise what a checkpoint in the background has failed of, on all ranks; save if the job is about to be requeued."""
         if self._saver is not None:
             self._saver.check()
         if self._requeue is not None and self._requeue.is_due():
@@ -176,8 +176,10 @@ class CheckpointingStrategy(ProcessesStrategy):
             return
         if not self._is_interrupted:
             self._saver.wait()
-        elif not self._saver.wait(_INTERRUPTED_SECONDS):
+        elif not self._saver.wait_alone(_INTERRUPTED_SECONDS):
             say(f"{self.mesh.coordinate} the checkpoint that was being written in the background is given up.")
+        elif self._saver.failure is not None:
+            say(f"{self.mesh.coordinate} {self._saver.failure}")
 
     def _wait_parameters(self) -> None:
         """Wait for the parameters that the last step has sent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import DistributedOptimizerConfig, MegatronPrecision, MegatronStrategy
-from lightning_megatron.checkpoint import CheckpointConfig, is_checkpoint, writing
+from lightning_megatron.checkpoint import BackgroundSaver, CheckpointConfig, is_checkpoint, writing
 from lightning_megatron.checkpoint.files import read_index
 from lightning_megatron.strategy import checkpointing
 from lightning_megatron.testing import run_distributed
@@ -183,14 +184,14 @@ def test_a_slurm_job_is_saved_between_batches_requeued_and_goes_on_by_itself(
 
 def test_what_fails_in_the_background_is_raised_at_a_step_and_nothing_older_is_removed(tmp_path: Path) -> None:
     def run() -> list[str]:
-        write = writing.write_item
+        write = writing.write_data
 
-        def failing(stream: Any, name: str, item: Any, resolve: Any) -> Any:
-            if first.global_step >= 3 and name.startswith("__1_"):
+        def failing(folder: Path, name: str, *others: Any) -> Any:
+            if "step=3" in folder.name and name.startswith("__1_"):
                 raise OSError(28, "No space left on device")
-            return write(stream, name, item, resolve)
+            return write(folder, name, *others)
 
-        writing.write_item = failing
+        writing.write_data = failing  # type: ignore[assignment]
         saving = ModelCheckpoint(tmp_path, save_top_k=1, every_n_train_steps=1)
         first = trainer(tmp_path, saving, strategy={"checkpoint": CheckpointConfig(async_save=True)}, max_steps=8)
         with pytest.raises(RuntimeError, match=r"could not be saved in the background: rank 1: OSError.*No space left"):
@@ -201,6 +202,58 @@ def test_what_fails_in_the_background_is_raised_at_a_step_and_nothing_older_is_r
     for names in run_distributed(run, 2):
         assert names == ["epoch=0-step=2.ckpt"]
         assert is_checkpoint(tmp_path / names[0])
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("what", ["write", "remove"])
+def test_what_fails_in_the_background_of_one_rank_is_raised_at_the_same_step_on_all(
+    what: str, late: int, tmp_path: Path
+) -> None:
+    def run() -> tuple[str, int]:
+        rank, write = torch.distributed.get_rank(), writing.write_data
+        run_next = BackgroundSaver._run_next
+
+        def slow(*args: Any) -> Any:
+            time.sleep(0.3 * (rank == late))  # the other rank knows of it some steps earlier
+            return run_next(*args)
+
+        def failing(*args: Any) -> Any:
+            if what == "write" and rank == 1:
+                raise OSError(28, "No space left on device")
+            return write(*args)
+
+        def failing_removal(path: str) -> None:
+            raise OSError(13, "Permission denied")
+
+        BackgroundSaver._run_next, writing.write_data = slow, failing  # type: ignore[method-assign, assignment]
+        if what == "remove":
+            checkpointing.checkpoints.remove = failing_removal
+        saving = ModelCheckpoint(tmp_path, save_top_k=1, every_n_train_steps=2)
+        one = trainer(tmp_path, saving, strategy={"checkpoint": CheckpointConfig(async_save=True)}, max_steps=2000)
+        with pytest.raises(RuntimeError, match="could not be saved in the background") as error:
+            one.fit(Tiny(), DataLoader(DATA, batch_size=2, sampler=list(range(16)) * 500))
+        return str(error.value), one.global_step
+
+    (text, step), other = run_distributed(run, 2)
+    assert (text, step) == other
+    assert ("No space left" if what == "write" else "Permission denied") in text
+
+
+def test_what_fails_in_the_background_of_the_last_save_is_raised_at_the_end(tmp_path: Path) -> None:
+    def run() -> str:
+        def failing(*_: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        writing.write_data = failing  # type: ignore[assignment]
+        saving = ModelCheckpoint(tmp_path, save_top_k=1, every_n_train_steps=4)
+        one = trainer(tmp_path, saving, strategy={"checkpoint": CheckpointConfig(async_save=True)})
+        with pytest.raises(RuntimeError, match="could not be saved in the background") as error:
+            one.fit(Tiny(), loader())
+        return str(error.value)
+
+    texts = run_distributed(run, 2)
+    assert len(set(texts)) == 1
+    assert not list(tmp_path.glob("*.ckpt"))
 
 
 def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
