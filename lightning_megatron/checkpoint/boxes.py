@@ -22,7 +22,7 @@ from lightning_megatron.optim.kept import ALIGNMENT, Kept
 from lightning_megatron.sharding import Box, ParamSharding, flat_boxes
 
 Offset = tuple[int, ...]
-PIECE_NUMEL = 2**22  # 16 MiB in fp32
+PIECE_NUMEL = 2**21  # 8 MiB in fp32
 
 
 def every_box(box: Box) -> bool:
