@@ -59,7 +59,7 @@ COST = Cost(token=1.0, pair=4e-4, exchange=0.1, microbatch=300.0)
 
 
 def test_the_cost_of_a_model_is_its_flops() -> None:
-    config = GPTConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=256)
+    config = GPTConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=256, max_seq_len=8000)
     cost = Cost.of_flops(config.flops_per_token)
     for length in (1000, 8000):
         assert cost.of_document(length) == pytest.approx(length * config.flops_per_token(length), rel=1e-3)
