@@ -182,18 +182,25 @@ class GPT(PipelineModel):
         options: dict[str, Any] = {"label_smoothing": config.label_smoothing, "z_loss": config.z_loss}
         options |= {"vocab_size": config.vocab_size, "ignore_index": IGNORE_INDEX}
         if self.head is None or config.loss_chunks > 1 or _is_plain(self.head):
-            weight = self.embedding.weight if self.head is None else self.head.weight
             options |= {"mesh": self._mesh, "num_chunks": config.loss_chunks}
-            losses = head_cross_entropy(hidden, weight, padded.t(), **options)
+            losses = head_cross_entropy(hidden, self._head_weight(), padded.t(), **options)
         else:
             losses = vocab_parallel_cross_entropy(self._logits(hidden), padded.t(), tp=tp, reuse_logits=True, **options)
         return losses.t()[:, : context.seq_len]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.head is None:
-            return vocab_logits(hidden, self.embedding.weight, self._mesh)
+            return vocab_logits(hidden, self._head_weight(), self._mesh)
         logits: Tensor = self.head(hidden)
         return logits
+
+    def _head_weight(self) -> Tensor:
+        """The weight ``[V_padded/tp, H]``, complete: its module is not called, so what waits before that call waits here."""
+        owner = self.embedding if self.head is None else self.head
+        for hook in owner._forward_pre_hooks.values():
+            if isinstance(hook, ForwardWait):
+                hook(owner, ())
+        return owner.weight
 
 
 def _is_plain(head: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.models import gpt as gpt_module
+from lightning_megatron.optim.guard import ForwardWait
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.pipeline.backward_split import SplitBackward
 from lightning_megatron.tensor_parallel import chunked_loss
@@ -226,3 +227,25 @@ def test_a_head_that_someone_watches_or_has_changed_makes_logits(monkeypatch: py
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, **EXACT)
+
+
+class Gathering:
+    """A bucket of parameters that are on their way."""
+
+    def __init__(self) -> None:
+        self.is_gathering, self.params = True, ()
+
+    def wait_gather(self) -> None:
+        self.is_gathering = False
+
+
+@pytest.mark.parametrize(("tied", "chunks"), [(False, 1), (True, 1), (False, 2)])
+def test_a_head_that_is_not_called_still_waits_for_its_weight(tied: bool, chunks: int) -> None:
+    shape = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 40, "max_seq_len": 8, "loss_chunks": chunks}
+    model = GPT(GPTConfig(**shape, tied_embeddings=tied), seed=0)  # type: ignore[arg-type]
+    bucket, tokens = Gathering(), torch.zeros((1, 8), dtype=torch.long)
+    (context,) = model.context(tokens)
+    owner = model.embedding if model.head is None else model.head
+    owner.register_forward_pre_hook(ForwardWait([bucket]))  # type: ignore[list-item]
+    model.last(torch.zeros(8, 1, 16), context, tokens)  # as on a last stage, where the embedding has not been called
+    assert not bucket.is_gathering
