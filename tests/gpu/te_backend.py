@@ -56,7 +56,9 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {"tp2 pp2": {"tp": 2, "pp": 2}, "tp4+sp": {"tp": 4}},
 }
-FURTHER = ("delayed+attention", "current+attention", "delayed+params", "delayed+head+attention+params")
+BEST = "delayed+head+attention+params"
+FURTHER = ("delayed+attention", "current+attention", "delayed+params", BEST)
+FURTHER_UNDER = {"tp2+sp": ("delayed+attention", BEST), "dp2": ("delayed+params", BEST)}
 CURVES: dict[Any, list[float]] = {}
 FAILED: list[str] = []
 
@@ -356,7 +358,7 @@ def main() -> None:
         for name, layout in LAYOUTS[world_size].items():
             for fp8 in recipes if "vpp" in name or "sp" in name else ("delayed",):
                 cases[f"{name} {fp8 or 'bf16'}"] = partial(under_layout, layout, fp8, reference[str(fp8)])
-            for fp8 in FURTHER if name in ("tp2+sp", "dp2") else ():
+            for fp8 in FURTHER_UNDER.get(name, ()):
                 cases[f"{name} {fp8}"] = partial(under_layout, layout, fp8, reference[fp8])
     wanted = sys.argv[1:]
     for name, run in cases.items():
