@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--fp8-head", action="store_true")
     parser.add_argument("--fp8-attention", action="store_true")
     parser.add_argument("--fp8-params", action="store_true")
+    parser.add_argument("--fp8-fast-gradients", action="store_true")
     parser.add_argument("--best", action="store_true", help="head, attention and parameters in 8 bits")
     parser.add_argument("--save", default="", metavar="PATH", help="a JSON file of curves, read and added to")
     options = parser.parse_args()
@@ -170,7 +171,8 @@ def main() -> None:
     wide = kept(options, "bf16", tokens, {})
     passed = []
     for recipe in options.fp8.split(","):
-        wanted = {name: getattr(options, name) or options.best for name in ("fp8_head", "fp8_attention", "fp8_params")}
+        names = ("fp8_head", "fp8_attention", "fp8_params", "fp8_fast_gradients")
+        wanted = {name: getattr(options, name) or options.best for name in names}
         chosen = {"fp8": recipe, **{name: True for name, value in wanted.items() if value}}
         name = "+".join([recipe, *(name.removeprefix("fp8_") for name in chosen if name != "fp8")])
         passed.append(compare(name, kept(options, name, tokens, chosen), wide))

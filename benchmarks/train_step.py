@@ -155,7 +155,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     strategy = MegatronStrategy(
         tp=options.tp, pp=options.pp, vpp=options.vpp, cp=options.cp, micro_batch_size=options.mbs, **backend
     )
-    narrow = {name: getattr(options, name) for name in ("fp8_head", "fp8_attention", "fp8_params")}
+    narrow = {name: getattr(options, name) for name in ("fp8_head", "fp8_attention", "fp8_params", "fp8_fast_gradients")}
     fp8: dict[str, Any] = {"fp8": options.fp8, **narrow} if options.fp8 else {}
     trainer = L.Trainer(
         strategy=strategy,
@@ -245,6 +245,7 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="layers as CUDA graphs")
     parser.add_argument("--bare", action="store_true", help="against a plain loop, with monitors, logger and progress bar on")
     parser.add_argument("--bar", action="store_true", help="show the progress bar")
+    parser.add_argument("--fp8-fast-gradients", action="store_true", help="gradient products sum as forward products do")
     parser.add_argument("--tune", nargs="?", const=True, default=False, help="tune_products, or the path of its file")
     parser.add_argument("--profile", action="store_true", help="kernels of one more step, by kind")
     parser.add_argument("--syncs", action="store_true", help="say where the third step makes the host wait")

@@ -83,6 +83,7 @@ class MegatronPrecision(Precision):
         fp8_head: multiply the vocabulary head in 8 bits as well (of models that do not share it with the embedding).
         fp8_attention: the products of attention in 8 bits as well: causal, whole rows, no dropout, heads of 128.
         fp8_params: the model holds the weights of 8-bit products in 8 bits, with fp32 main values in the optimizer alone.
+        fp8_fast_gradients: sums of gradient products may be kept in less than fp32, as those of forward products are.
         first_last_layers_bf16: layers at each end of the model that stay in bf16, as one number or two.
         fp8_history_steps: optimizer steps that ``delayed`` looks back on.
         fp8_margin: powers of two of headroom that ``delayed`` leaves.
@@ -100,6 +101,7 @@ class MegatronPrecision(Precision):
         fp8_head: bool = False,
         fp8_attention: bool = False,
         fp8_params: bool = False,
+        fp8_fast_gradients: bool = False,
         first_last_layers_bf16: int | tuple[int, int] = 0,
         fp8_history_steps: int = 16,
         fp8_margin: int = 0,
@@ -115,10 +117,11 @@ class MegatronPrecision(Precision):
             raise ValueError(f"loss_scale=... is for 16-mixed and 16-true; precision={precision!r} needs none.")
         self.scaler = (loss_scale or DynamicLossScale()) if in_fp16 else None
         self.finishers: dict[int, GradientFinisher] = {}
-        _refuse_without(fp8, fp8_head=fp8_head, fp8_attention=fp8_attention, fp8_params=fp8_params)
+        asked = {"fp8_head": fp8_head, "fp8_attention": fp8_attention, "fp8_params": fp8_params}
+        _refuse_without(fp8, **asked, fp8_fast_gradients=fp8_fast_gradients)
         ends = (first_last_layers_bf16,) * 2 if isinstance(first_last_layers_bf16, int) else first_last_layers_bf16
         options: dict[str, Any] = {"history_steps": fp8_history_steps, "margin": fp8_margin, "head": fp8_head}
-        options |= {"attention": fp8_attention, "params": fp8_params}
+        options |= {"attention": fp8_attention, "params": fp8_params, "fast_gradients": fp8_fast_gradients}
         options |= {"first_layers_bf16": ends[0], "last_layers_bf16": ends[1]}
         self.fp8 = None if fp8 is None else Fp8Options(recipe=fp8, **options)
         """What is multiplied in 8 bits."""

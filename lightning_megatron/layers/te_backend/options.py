@@ -27,6 +27,7 @@ class Fp8Options:
         head: multiply the vocabulary head in 8 bits as well.
         attention: the products of attention in 8 bits as well, by factors of earlier steps whatever the recipe.
         params: the model holds the weights of its products in 8 bits alone; wide values are with the optimizer.
+        fast_gradients: sums of gradient products may be kept in less than fp32, as those of forward products are.
         first_layers_bf16, last_layers_bf16: layers at either end of the model that stay in 16 bits.
         history_steps: optimizer steps that ``delayed`` looks back on.
         margin: powers of two of headroom that ``delayed`` leaves above the largest magnitude it remembers.
@@ -39,6 +40,7 @@ class Fp8Options:
     head: bool = False
     attention: bool = False
     params: bool = False
+    fast_gradients: bool = False
     first_layers_bf16: int = 0
     last_layers_bf16: int = 0
     history_steps: int = 16

@@ -44,6 +44,7 @@ class TeOperations:
         self._gemm: Callable[..., Any] = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
         self._tensor: Any = import_module("transformer_engine.pytorch.tensor")
         self._storage: Any = import_module("transformer_engine.pytorch.tensor.storage.float8_tensor_storage")
+        self._is_fast = options is not None and options.fast_gradients
         self._formats = {self._dtypes[dtype]: dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
         self._kernels: Any = None
         if fused and options is not None and options.is_per_tensor and available():
@@ -211,24 +212,26 @@ class TeOperations:
     def input_gradient(self, weight: Narrow, grad: Narrow, like: Tensor) -> Tensor:
         """See ``Operations``."""
         if self._are_narrow(weight, grad) and self._is_tuned(weight._transpose, grad._data):
-            return self._multiply((grad, grad._data), (weight, weight._transpose), dtype=like.dtype)
-        gemm = self._gemm(weight, grad, out_dtype=like.dtype, layout="NN", grad=True, use_split_accumulator=True)
+            return self._multiply((grad, grad._data), (weight, weight._transpose), dtype=like.dtype, fast=self._is_fast)
+        options = {"grad": True, "use_split_accumulator": not self._is_fast}
+        gemm = self._gemm(weight, grad, out_dtype=like.dtype, layout="NN", **options)
         result: Tensor = gemm[0]
         return result
 
     def weight_gradient(self, x: Narrow, grad: Narrow, like: Tensor) -> Tensor:
         """See ``Operations``."""
-        gemm = self._gemm(x, grad, out_dtype=like.dtype, layout="NT", grad=True, use_split_accumulator=True)
+        options = {"grad": True, "use_split_accumulator": not self._is_fast}
+        gemm = self._gemm(x, grad, out_dtype=like.dtype, layout="NT", **options)
         result: Tensor = gemm[0]
         return result
 
     def add_weight_gradient(self, x: Narrow, grad: Narrow, total: Tensor, *, add: bool = True) -> None:
         """See ``Operations``."""
         if self._are_narrow(x, grad) and self._is_tuned(x._transpose, grad._transpose) and total.is_contiguous():
-            self._multiply((grad, grad._transpose), (x, x._transpose), out=total, accumulate=add)
+            self._multiply((grad, grad._transpose), (x, x._transpose), out=total, accumulate=add, fast=self._is_fast)
             return
         options: dict[str, Any] = {"out_dtype": total.dtype, "out": total, "accumulate": add, "grad": True}
-        self._gemm(x, grad, layout="NT", use_split_accumulator=True, **options)
+        self._gemm(x, grad, layout="NT", use_split_accumulator=not self._is_fast, **options)
 
     def _are_narrow(self, *operands: Narrow) -> bool:
         return all(isinstance(operand, self._storage.Float8TensorStorage) for operand in operands)
