@@ -47,7 +47,7 @@ class Sweep:
 
 
 STATS = Sweep(warps=8, steps=4)
-LOSSES = Sweep(warps=32, steps=2)
+LOSSES = Sweep(warps=32, steps=4)
 
 
 def local_stats(logits: Tensor, target: Tensor, mine: Tensor, *, num_real: int, sums: bool, sweep: Sweep = STATS) -> Tensor:
