@@ -2,6 +2,7 @@
 
 python tests/gpu/graphs.py                                   # one rank
 python tests/gpu/graphs.py --time                            # and how long a step of small models takes with them
+python tests/gpu/graphs.py --only=fp8                        # cases with that in their name
 torchrun --no-python --nproc-per-node 2 bash tests/gpu/one_gpu_ranks.sh tests/gpu/graphs.py        # tp2, dp2
 """
 
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -52,9 +54,14 @@ FAILED: list[str] = []
 
 def case(name: str, run: Callable[[], str]) -> None:
     """Run one case and print its line; a failure does not stop the others."""
+    only = next((arg.partition("=")[2] for arg in sys.argv if arg.startswith("--only=")), "")
+    if only not in name:
+        return
+    begin = time.perf_counter()
     faulthandler.dump_traceback_later(100, exit=True)
     try:
-        print(f"passed {name}: {run()}", flush=True)
+        says = run()
+        print(f"passed {name} in {time.perf_counter() - begin:.1f} s: {says}", flush=True)
     except Exception:
         FAILED.append(name)
         print(f"FAILED {name}: {traceback.format_exc(limit=12)}", flush=True)
@@ -192,6 +199,46 @@ def allocator() -> str:
     return str(line)
 
 
+def operations() -> str:
+    """Which single operations, captured and replayed, give other bits than they give without: other algorithms."""
+    torch.manual_seed(0)
+    shapes = {"x": (256, 2, 512), "w": (1024, 512), "b": (1024,), "g": (256, 2, 1024), "n": (512,)}
+    t = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for name, shape in shapes.items()}
+    total = torch.zeros(1024, 512, device="cuda")
+    rows, flat = t["g"].view(-1, 1024), t["x"].view(-1, 512)
+    stats = torch.ops.aten.native_layer_norm(t["x"], (512,), t["n"], t["n"], 1e-5)
+    arguments = (t["x"], t["x"], (512,), *stats[1:], t["n"], t["n"], [True] * 3)
+    bodies: dict[str, Callable[[], Any]] = {
+        "linear": lambda: F.linear(t["x"], t["w"]),
+        "linear with bias": lambda: F.linear(t["x"], t["w"], t["b"]),
+        "input gradient": lambda: t["g"] @ t["w"],
+        "bias gradient": lambda: rows.sum(0),
+        "weight gradient": lambda: rows.t() @ flat,
+        "weight gradient put": lambda: torch.mm(rows.t(), flat, out_dtype=torch.float32, out=total),
+        "layer norm": lambda: F.layer_norm(t["x"], (512,), t["n"], t["n"]),
+        "layer norm backward": lambda: torch.ops.aten.native_layer_norm_backward(*arguments),
+        "gelu": lambda: F.gelu(t["g"], approximate="tanh"),
+        "gelu backward": lambda: torch.ops.aten.gelu_backward(t["g"], t["g"], approximate="tanh"),
+        "row bias": lambda: (t["x"] + t["n"]).sum((0, 1)),
+    }
+    stream, other = torch.cuda.Stream(), []
+    for name, body in bodies.items():
+        expected = [one.clone() for one in _tensors(body())]
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            result = _tensors(body())
+        graph.replay()
+        torch.cuda.synchronize()
+        if not all(torch.equal(one, two) for one, two in zip(result, expected, strict=True)):
+            other.append(name)
+    return f"other bits: {', '.join(other) or 'none'}"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
 def compiled_norm() -> str:
     """An addition and a LayerNorm in one compiled function, against the two of torch, forward and backward."""
     inputs = [torch.randn(8192, 1, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
@@ -217,6 +264,7 @@ def compiled_norm() -> str:
 def one_rank() -> None:
     """What one process can show."""
     case("allocator", allocator)
+    case("operations", operations)
     dropping = replace(LLAMA, hidden_dropout=0.1, attention_dropout=0.1)
     backends = ["torch", *(["te"] if why_unavailable() is None else [])]
     for backend in backends:
