@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from lightning_megatron.checkpoint import files, storage, writing
 from lightning_megatron.checkpoint.planner import StrictSavePlanner
 from lightning_megatron.checkpoint.ranks import Ranks
+from lightning_megatron.checkpoint.staging import NUM_THREADS, NUM_THREADS_BESIDE
 from lightning_megatron.checkpoint.writing import Resolve
 from lightning_megatron.comm import all_gather_object, all_reduce
 from lightning_megatron.mesh import Axis
@@ -51,15 +52,15 @@ class PlannedSave:
     metadata: Metadata | None
     meta: bytes
 
-    def write(self, ranks: Ranks) -> None:
-        """The second half. All ranks call it together.
+    def write(self, ranks: Ranks, *, num_threads: int = NUM_THREADS) -> None:
+        """The second half, on so many threads. All ranks call it together.
 
         Raises:
             RuntimeError: a rank could not write.
         """
         folder = ranks.on_first(lambda: files.prepare(self.path))
         name = storage.data_file(ranks.rank)
-        written = ranks.together(lambda: writing.write_data(folder, name, self.items, self.resolve))
+        written = ranks.together(lambda: writing.write_data(folder, name, self.items, self.resolve, num_threads=num_threads))
         everything = ranks.gather_to_first(written)
 
         def finish() -> None:
@@ -254,7 +255,7 @@ class BackgroundSaver:
     def _run(self, planned: PlannedSave, ranks: Ranks) -> None:
         try:
             self._copies.wait()
-            planned.write(ranks)
+            planned.write(ranks, num_threads=NUM_THREADS_BESIDE)
             while self._run_next():
                 pass
         except BaseException as error:

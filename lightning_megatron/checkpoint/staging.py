@@ -1,7 +1,7 @@
 """Memory through which bytes pass on their way between a disk and a tensor, in blocks, on several threads.
 
 Note [Blocks]
-Files are written, summed and read in blocks of 16 MiB. Several threads do so at once, as a checksum or a copy takes about as
+Files are written, summed and read in blocks of 8 MiB. Several threads do so at once, as a checksum or a copy takes about as
 long as the disk; none of these holds Python's lock. A block of a tensor in host memory goes to the disk and comes from there
 without a copy; any other passes through one of a few buffers, which are page-locked if a GPU is at the other end.
 """
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 2**24
-NUM_THREADS = 4
+BLOCK_BYTES = 2**23
+NUM_THREADS = 8
+NUM_THREADS_BESIDE = 2  # while the training has better uses for the cores
 
 
 class Staging:

@@ -61,7 +61,9 @@ class Written:
     blocks: tuple[tuple[int, int, int], ...]
 
 
-def write_data(folder: Path, name: str, items: Sequence[WriteItem], resolve: Resolve) -> list[Written]:
+def write_data(
+    folder: Path, name: str, items: Sequence[WriteItem], resolve: Resolve, *, num_threads: int = NUM_THREADS
+) -> list[Written]:
     """Write one rank's file and flush it to the disk. Little more than one item at a time is in memory because of it.
 
     Args:
@@ -69,11 +71,12 @@ def write_data(folder: Path, name: str, items: Sequence[WriteItem], resolve: Res
         name: the file's name in it.
         items: what to write; if there are none, no file is made.
         resolve: gives the tensor, on any device, or the bytes of an item.
+        num_threads: that write.
     """
     if not items:
         return []
     with open(folder / name, "wb", buffering=0) as raw, _without_inner_checksums():
-        with _BlockWriter(raw.fileno()) as writer:
+        with _BlockWriter(raw.fileno(), num_threads) as writer:
             pending = [write_item(writer, name, item, resolve) for item in items]
         written = [finish() for finish in pending]
         os.fsync(raw.fileno())
@@ -139,11 +142,12 @@ class _BlockWriter:
 
     Args:
         descriptor: the file, open for writing.
+        num_threads: how many.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, num_threads: int) -> None:
         self._descriptor, self.position = descriptor, 0
-        self._pool = ThreadPoolExecutor(NUM_THREADS, "checkpoint-writer")
+        self._pool, self._num_threads = ThreadPoolExecutor(num_threads, "checkpoint-writer"), num_threads
         self._staging: Staging | None = None
         self._hinting = threading.Lock()
         self._under_way: deque[tuple[Future[tuple[int, int, int]], int]] = deque()
@@ -183,7 +187,7 @@ class _BlockWriter:
 
     def _staging_for(self, data: Tensor) -> Staging | None:
         if data.is_cuda and self._staging is None:
-            self._staging = Staging(NUM_THREADS, data.device)
+            self._staging = Staging(self._num_threads, data.device)
         return self._staging
 
     def _write(

@@ -186,10 +186,10 @@ def test_what_fails_in_the_background_is_raised_at_a_step_and_nothing_older_is_r
     def run() -> list[str]:
         write = writing.write_data
 
-        def failing(folder: Path, name: str, *others: Any) -> Any:
+        def failing(folder: Path, name: str, *others: Any, **options: Any) -> Any:
             if "step=3" in folder.name and name.startswith("__1_"):
                 raise OSError(28, "No space left on device")
-            return write(folder, name, *others)
+            return write(folder, name, *others, **options)
 
         writing.write_data = failing  # type: ignore[assignment]
         saving = ModelCheckpoint(tmp_path, save_top_k=1, every_n_train_steps=1)
@@ -217,10 +217,10 @@ def test_what_fails_in_the_background_of_one_rank_is_raised_at_the_same_step_on_
             time.sleep(0.3 * (rank == late))  # the other rank knows of it some steps earlier
             return run_next(*args)
 
-        def failing(*args: Any) -> Any:
+        def failing(*args: Any, **options: Any) -> Any:
             if what == "write" and rank == 1:
                 raise OSError(28, "No space left on device")
-            return write(*args)
+            return write(*args, **options)
 
         def failing_removal(path: str) -> None:
             raise OSError(13, "Permission denied")
@@ -241,7 +241,7 @@ def test_what_fails_in_the_background_of_one_rank_is_raised_at_the_same_step_on_
 
 def test_what_fails_in_the_background_of_the_last_save_is_raised_at_the_end(tmp_path: Path) -> None:
     def run() -> str:
-        def failing(*_: Any) -> Any:
+        def failing(*_: Any, **__: Any) -> Any:
             raise OSError(28, "No space left on device")
 
         writing.write_data = failing  # type: ignore[assignment]

@@ -108,7 +108,7 @@ def values(optimizer: DistributedOptimizer) -> dict[str, Tensor]:
 def measure(kind: str, folder: Path) -> tuple[float, float, list[str]]:
     """Bytes above what was there before and after: of saving, of loading; what is not as it was saved."""
     for module, name in ((blocks, "BLOCK_BYTES"), (writing, "BLOCK_BYTES"), (staging, "BLOCK_BYTES")):
-        setattr(module, name, 2**17)  # as much less than 16 MiB as the buckets are less than by default
+        setattr(module, name, 2**16)  # as much less than 8 MiB as the buckets are less than by default
     boxes.PIECE_NUMEL = 2**14
     blocks.ThreadPoolExecutor = writing.ThreadPoolExecutor = Inline  # type: ignore[misc, assignment]
     with Live() as live:
