@@ -56,7 +56,8 @@ class Attention(nn.Module):
     Args:
         qkv: column-parallel projection to ``[q; k; v]`` (see ``qkv_parts``).
         out: row-parallel projection back to H.
-        core: softmax attention (``Backend.core_attention``).
+        core: softmax attention (``Backend.core_attention``). One that ``rotates`` is given the fused projection and ``heads``;
+            one that has ``hand_to`` may pass its result to ``out`` beside its return value.
         backend: rotates queries and keys.
         head_dim: size of a head.
         q_norm, k_norm: norms over ``head_dim``, applied before the rotation.
@@ -74,6 +75,8 @@ class Attention(nn.Module):
         k_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        if (hand_to := getattr(core, "hand_to", None)) is not None:
+            hand_to(out)
         self.qkv, self.q_norm, self.k_norm, self.core, self.out = qkv, q_norm, k_norm, core, out
         self.head_dim, self._backend = head_dim, backend
 
@@ -83,6 +86,8 @@ class Attention(nn.Module):
         sizes: list[int] = list(self.qkv.part_sizes)  # type: ignore[arg-type]
         if context.rope is not None and self.q_norm is None and self.k_norm is None:
             heads = (sizes[0] // self.head_dim, sizes[1] // self.head_dim)
+            if getattr(self.core, "rotates", False):  # in one pass with what it does next
+                return self.out(self.core(fused, None, None, context, heads=heads))  # type: ignore[no-any-return]
             q, k, v = rotate_fused(fused, heads, head_dim=self.head_dim, tables=context.rope)
             return self.out(self.core(q, k, v, context))  # type: ignore[no-any-return]
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in fused.split(sizes, dim=-1))

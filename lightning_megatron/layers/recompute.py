@@ -30,6 +30,7 @@ from lightning_megatron.layers.dropping import DroppedOutputs
 from lightning_megatron.layers.instead import Instead, Layer, layers_of, take_back
 from lightning_megatron.layers.mlp import MLP, GatedMLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.te_backend.attention import NarrowCoreAttention
 from lightning_megatron.layers.te_backend.modules import FusedColumnLinear, FusedGatedMLP, FusedMLP, NarrowRMSNorm
 from lightning_megatron.pipeline.model import PipelineModel
 
@@ -281,9 +282,12 @@ def _nothing(module: nn.Module, layers: list[Layer], name: str) -> str:
 
 
 def _part_handoffs(module: nn.Module, inner: nn.Module, name: str) -> None:
-    """A norm hands its result to the linear behind it in 8 bits only where both are recomputed, or neither is."""
+    """A norm or attention hands its result to the linear behind it in 8 bits where both are recomputed, or neither is."""
     inside = set(inner.modules())
     taking = [child for child in inside if isinstance(child, FusedColumnLinear) and child.job.given is not None]
     for norm in module.modules():
         if isinstance(norm, NarrowRMSNorm) and norm not in inside and any(one.job.given is norm.handoff for one in taking):
             norm.handoff.slot = None
+    for core in module.modules():
+        if isinstance(core, NarrowCoreAttention) and any((core in inside) != (linear in inside) for linear in core.takers):
+            core.part()

@@ -19,13 +19,17 @@ import torch
 from torch import Tensor
 from transformer_engine.pytorch.utils import get_cudnn_version
 
+from lightning_megatron.initialize import materialize
+from lightning_megatron.layers.rope import Rope
 from lightning_megatron.layers.sequence import SequenceContext
-from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, Scales
+from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, Scales, TeBackend
 from lightning_megatron.layers.te_backend.attention import NarrowAttention
+from lightning_megatron.layers.te_backend.operations import Rotation
 from lightning_megatron.layers.te_backend.scales import AttentionSlots
 from lightning_megatron.layers.te_backend.te_operations import TeOperations
 from lightning_megatron.layers.torch_backend import CausalAttention
-from lightning_megatron.mesh import Mesh
+from lightning_megatron.mesh import Mesh, use_mesh
+from lightning_megatron.models import GPT, GPTConfig
 
 NAMES = ("qkv", "out", "grad_out", "grad_scores", "grad_qkv")
 AMAXES = (6.0, 4.0, 5e-5, 3e-3, 3e-4)  # that a first step might note
@@ -88,10 +92,11 @@ def steps(
         getattr(slots, name).amax.zero_()
     factors = {name: f"2^{int(getattr(slots, name).scale.log2())}" for name in NAMES}
     print(f"  {type(ops).__name__}, factors {factors}", flush=True)
-    out, kept = ops.attend(*given[:3], slots, record=True)
+    narrow, kept = ops.attend(given[:3], slots, rotation=None, record=True)
+    out = ops.widened(narrow, given[0]).view(given[0].shape)
     torch.cuda.synchronize()
     print(f"    forward: {relative(out, expected[0]):.1e} of fp32, kept {[tuple(x.shape) for x in kept]}", flush=True)
-    grads = ops.attend_backward(given[3], kept, slots)
+    grads = ops.attend_backward(given[3], kept, slots, rotation=None)
     torch.cuda.synchronize()
     errors = [f"{relative(one, other):.1e}" for one, other in zip(grads, expected[1:], strict=True)]
     met = {name: f"{float(getattr(slots, name).amax):.2e}" for name in NAMES}
@@ -119,6 +124,42 @@ def module(device: torch.device) -> str:
     return " ".join(f"{error:.3f}" for error in shown)
 
 
+def rotating(sizes: Sizes, device: torch.device) -> str:
+    """Rotating and rounding in one pass against two, forward and backward, bit for bit."""
+    from lightning_megatron.kernels import rope_narrow
+
+    print(f"  kernels are right: {rope_narrow.are_right(device)}", flush=True)
+    options = Fp8Options(attention=True)
+    scales = Scales(options)
+    slots = AttentionSlots.of(scales)
+    scales.prepare(device)
+    for name, amax in zip(NAMES, AMAXES, strict=True):
+        getattr(slots, name).amax.fill_(amax)
+    scales.advance(lambda numbers: numbers)
+    length, batch, heads, groups = sizes
+    q, _, _, grad = inputs(sizes, device)
+    fused = q.as_strided((length, batch, (heads + 2 * groups) * 128), (batch * q.stride(1), q.stride(1), 1))
+    rotation = Rotation((heads, groups), Rope(head_dim=128).tables(torch.arange(length, device=device)))
+    made = []
+    for is_fused in (True, False):
+        for name in NAMES:
+            getattr(slots, name).amax.zero_()
+        ops = TeOperations(options, device=device, fused=is_fused)
+        narrow, kept = ops.attend(fused, slots, rotation=rotation, record=True)
+        back = ops.attend_backward(grad, kept, slots, rotation=rotation)
+        torch.cuda.synchronize()
+        met = torch.cat([getattr(slots, name).amax.clone() for name in NAMES])
+        made.append([*kept[:3], met, ops.widened(narrow, q), back])
+    shown = []
+    for name, one, other in zip(("q", "k", "v", "amax", "out", "gradient"), *made, strict=True):
+        equal = float((one.flatten() == other.flatten()).float().mean())
+        shown.append(f"{name} {equal:.4f} equal, {relative(one.float(), other.float()):.1e} apart")
+        print(f"  {shown[-1]}", flush=True)
+        assert equal > (0.9 if name != "amax" else 0.1), shown
+        assert relative(one.float(), other.float()) < 0.02, shown
+    return "; ".join(shown)
+
+
 def milliseconds(run: Callable[[], Any], num: int = 10) -> float:
     """The median time of a call."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(num)]
@@ -132,6 +173,38 @@ def milliseconds(run: Callable[[], Any], num: int = 10) -> float:
     return sorted(start.elapsed_time(end) for start, end in events)[num // 2]
 
 
+def block(device: torch.device) -> str:
+    """A whole attention block of Llama-3-8B at 8192 tokens: 8-bit attention, its rotation and the handing over, and 16 bits."""
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "vocab_size": 256}
+    hidden = torch.randn(8192, 1, 4096, device=device, dtype=torch.bfloat16, requires_grad=True)
+    context = SequenceContext(8192, 8192, rope=Rope(head_dim=128).tables(torch.arange(8192, device=device)))
+    shown = []
+    for name, options, fused in (
+        ("8 bits", Fp8Options(attention=True), True),
+        ("8 bits, rotation apart", Fp8Options(attention=True), False),
+        ("16 bits", Fp8Options(), True),
+    ):
+        backend = TeBackend(TeOperations(options, device=device, fused=fused), options)
+        with use_mesh(Mesh(device=device)):
+            made = GPT(GPTConfig(**sizes, max_seq_len=8192), dtype=torch.bfloat16, backend=backend)
+        materialize(made, device=device, seed=3)
+        attn: Any = made.layers[0].attn
+        assert backend.scales is not None
+        for _ in range(2):
+            attn(hidden, context).sum().backward()
+            backend.scales.advance(lambda numbers: numbers)
+        out = attn(hidden, context)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        forward = milliseconds(lambda attn=attn: attn(hidden, context))
+        both = milliseconds(lambda attn=attn: attn(hidden, context).backward(torch.ones_like(hidden)))
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        shown.append(f"{name}: forward {forward:.3f} ms, with backward {both:.3f} ms, peak {peak:.0f} MiB")
+        print(f"  {shown[-1]}", flush=True)
+        del made, attn, out
+    return "; ".join(shown)
+
+
 def times(sizes: Sizes, device: torch.device) -> str:
     """Forward and backward of a layer's attention, casts included, in 8 bits and in 16."""
     options = Fp8Options(attention=True)
@@ -143,7 +216,7 @@ def times(sizes: Sizes, device: torch.device) -> str:
     context, shown = SequenceContext(sizes[0], sizes[0]), []
     torch.autograd.grad(narrow(q, k, v, context), (q, k, v), grad.flatten(2))
     scales.advance(lambda numbers: numbers)
-    for name, core in (("8 bits", narrow), ("16 bits", wide)):
+    for name, core in (("8 bits", narrow), ("16 bits, neither with its rotation", wide)):
         out = core(q, k, v, context)
         forward = milliseconds(lambda core=core: core(q, k, v, context))
         backward = milliseconds(lambda out=out: torch.autograd.grad(out, (q, k, v), grad.flatten(2), retain_graph=True))
@@ -158,6 +231,9 @@ def main() -> None:
     cases: dict[str, Callable[[], str]] = {}
     for sizes in ((256, 2, 4, 2), (1024, 1, 8, 8), (2048, 1, 32, 8)):
         cases[f"operations {sizes}"] = lambda sizes=sizes: against_plain(sizes, device)
+    for sizes in ((256, 2, 4, 2), (2048, 1, 32, 8)):
+        cases[f"rotating {sizes}"] = lambda sizes=sizes: rotating(sizes, device)
+    cases["block"] = lambda: block(device)
     cases["module"] = lambda: module(device)
     for sizes in ((8192, 1, 32, 8), (4096, 4, 32, 8)):
         cases[f"times {sizes}"] = lambda sizes=sizes: times(sizes, device)

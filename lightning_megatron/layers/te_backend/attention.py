@@ -9,6 +9,8 @@ notes a bound; e5m2 covers 30 powers of two, which leaves room for one that is n
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from math import nan
 from typing import Any
 
 import torch
@@ -18,14 +20,16 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.layers.core_attention import CoreAttention
 from lightning_megatron.layers.sequence import SequenceContext
-from lightning_megatron.layers.te_backend.operations import Operations
+from lightning_megatron.layers.te_backend.functions import Handoff
+from lightning_megatron.layers.te_backend.modules import FusedRowLinear, is_aligned
+from lightning_megatron.layers.te_backend.operations import Heads, Operations, Rotation
 from lightning_megatron.layers.te_backend.scales import AttentionSlots, Scales, remember
 from lightning_megatron.layers.torch_backend import CausalAttention
 from lightning_megatron.mesh import Mesh
 
 
 class NarrowCoreAttention(CoreAttention):
-    """``CoreAttention`` in 8 bits, which does the common case alone.
+    """``CoreAttention`` in 8 bits, which does the common case alone, and rotates by itself.
 
     Args:
         operations: of the library.
@@ -37,6 +41,8 @@ class NarrowCoreAttention(CoreAttention):
         ValueError: it is not so.
     """
 
+    rotates = True
+
     def __init__(self, *, operations: Operations, scales: Scales, dropout: float, mesh: Mesh) -> None:
         if dropout > 0.0:
             raise ValueError(f"fp8_attention=True has no dropout, but attention_dropout={dropout}; set one of them to 0.")
@@ -46,29 +52,41 @@ class NarrowCoreAttention(CoreAttention):
                 f"fp8_attention=False."
             )
         super().__init__(NarrowAttention(operations, scales, mesh), dropout=0.0, mesh=mesh)
+        self.takers: tuple[nn.Module, ...] = ()
+        """The linear that may get the result in 8 bits; in a tuple, so that it is no part of this module."""
 
     def check_head_dim(self, head_dim: int) -> None:
-        """Refuse sizes of heads that the library has no kernel for.
-
-        Raises:
-            ValueError: with the size.
-        """
+        """See ``check_head_dim``."""
         plain: Any = self.plain
-        wanted = plain.operations.attention_head_dim
-        if wanted is not None and head_dim != wanted:
-            raise ValueError(
-                f"fp8_attention=True needs heads of {wanted}, and these are of {head_dim}; set fp8_attention=False."
-            )
+        check_head_dim(plain.operations, head_dim)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
-        """See ``CoreAttention.forward``."""
-        self.check_head_dim(q.shape[-1])
+    def hand_to(self, linear: nn.Module) -> None:
+        """Let the linear behind it have its result in 8 bits, where that has one factor a tensor."""
+        plain: Any = self.plain
+        if isinstance(linear, FusedRowLinear) and plain.scales.options.is_per_tensor:
+            linear.job = replace(linear.job, given=plain.handoff)
+            plain.handoff.slot = linear.job.input_slot
+            self.takers = (linear,)
+
+    def part(self) -> None:
+        """Hand nothing over: one of the two runs again without the other."""
+        plain: Any = self.plain
+        plain.handoff.slot = None
+
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, context: SequenceContext, *, heads: tuple[int, int] | None = None
+    ) -> Tensor:
+        """See ``CoreAttention.forward``. With ``heads`` (h and g) q is all three side by side, yet to be rotated.
+
+        What it returns may be a stand-in that only the linear behind it can use.
+        """
         if not context.is_plain:
             raise ValueError(
                 "fp8_attention=True attends causally to whole rows of one document: packed documents, sliding windows and "
                 "causal=False are not there in 8 bits. Set fp8_attention=False for them."
             )
-        return super().forward(q, k, v, context)
+        attended: Tensor = self.plain(q, k, v, context, heads=heads)
+        return attended
 
 
 class NarrowAttention(nn.Module):
@@ -84,20 +102,38 @@ class NarrowAttention(nn.Module):
         super().__init__()
         self.operations, self.scales = operations, scales
         self.slots = AttentionSlots.of(scales)
+        self.handoff = Handoff()
+        """To the linear behind it, if it has a slot. See Note [Handed over in 8 bits] in ``functions.py``."""
         self._in_16_bits = CausalAttention(dropout=0.0, mesh=mesh)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
-        """Queries ``[S, B, h, d]``, keys and values ``[S, B, g, d]`` with g dividing h, to ``[S, B, h * d]``."""
+    def forward(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, context: SequenceContext, *, heads: tuple[int, int] | None = None
+    ) -> Tensor:
+        """Queries ``[S, B, h, d]``, keys and values ``[S, B, g, d]`` with g dividing h, to ``[S, B, h * d]``.
+
+        Or, with ``heads``, ``[S, B, (h + 2g) * d]`` before the rotation.
+        """
         self.scales.prepare(q.device)
+        rotation = Rotation(heads, context.rope) if heads is not None and context.rope is not None else None
+        check_head_dim(self.operations, q.shape[-1] if rotation is None else rotation.head_dim)
+        given: Tensor | Heads = q
+        missing = -q.shape[0] % self.operations.attention_multiple
+        if rotation is not None and (missing or not self.scales.is_warm):
+            given, rotation = rotation.turned(q), None
+        elif k is not None and v is not None:
+            given = q, k, v
         if not self.scales.is_warm:
-            return self._first(q, k, v, context)
+            assert isinstance(given, tuple)
+            return self._first(*given, context)
         length = q.shape[0]
-        missing = -length % self.operations.attention_multiple
         if missing:  # behind the others, where nobody sees them
-            q, k, v = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in (q, k, v))
-        record = torch.is_grad_enabled()
-        result: Tensor = _Attend.apply(q, k, v, self.operations, self.slots, record)  # type: ignore[no-untyped-call]
-        return result[:length].flatten(2)
+            one, two, three = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in given)
+            given = one, two, three
+        handoff = self.handoff if not missing and is_aligned(q, self.scales) else None
+        call = _Call(self.operations, self.slots, rotation, handoff, torch.is_grad_enabled())
+        tensors = given if isinstance(given, tuple) else (given, None, None)
+        result: Tensor = _Attend.apply(*tensors, call)  # type: ignore[no-untyped-call]
+        return result[:length]
 
     def _first(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         if not torch.is_grad_enabled():
@@ -109,23 +145,51 @@ class NarrowAttention(nn.Module):
         return noted
 
 
+def check_head_dim(operations: Operations, head_dim: int) -> None:
+    """Refuse sizes of heads that the library has no kernel for.
+
+    Raises:
+        ValueError: with the size.
+    """
+    wanted = operations.attention_head_dim
+    if wanted is not None and head_dim != wanted:
+        raise ValueError(f"fp8_attention=True needs heads of {wanted}, these are of {head_dim}; set fp8_attention=False.")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What ``_Attend`` needs besides tensors; ``handoff``: where its result may go, if that has a slot."""
+
+    operations: Operations
+    slots: AttentionSlots
+    rotation: Rotation | None
+    handoff: Handoff | None
+    record: bool
+
+
 class _Attend(torch.autograd.Function):
-    """``[S, B, h, d]``, ``[S, B, g, d]`` twice, to ``[S, B, h, d]``; 8 bits are kept of all four."""
+    """Attention to ``[S, B, h * d]``, of three tensors or of one that is rotated first; 8 bits are kept of all four."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, operations: Operations, slots: AttentionSlots, record: bool
-    ) -> Tensor:
-        result, kept = operations.attend(q, k, v, slots, record=record)
-        ctx.operations, ctx.slots = operations, slots
+    def forward(ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, call: _Call) -> Tensor:
+        given = q if k is None or v is None else (q, k, v)
+        narrow, kept = call.operations.attend(given, call.slots, rotation=call.rotation, record=call.record)
+        heads = q.shape[2:] if call.rotation is None else (call.rotation.heads[0], call.rotation.head_dim)
+        ctx.call, ctx.heads = call, heads
         ctx.save_for_backward(*kept)
-        return result
+        shape = (*q.shape[:2], heads[0] * heads[1])
+        if call.handoff is not None and call.handoff.slot is not None:
+            call.handoff.narrow = narrow
+            return q.new_full((), nan).expand(shape)  # whoever reads it notices
+        return call.operations.widened(narrow, q).view(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.operations.attend_backward(grad, list(ctx.saved_tensors), ctx.slots)
-        return *grads, None, None, None
+        call: _Call = ctx.call
+        grad = grad.reshape(*grad.shape[:2], *ctx.heads)
+        back = call.operations.attend_backward(grad, list(ctx.saved_tensors), call.slots, rotation=call.rotation)
+        return (*back, None) if isinstance(back, tuple) else (back, None, None, None)
 
 
 class _NoteInputs(torch.autograd.Function):

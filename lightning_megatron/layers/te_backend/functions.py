@@ -6,9 +6,10 @@ parallelism in 8 bits the gathered input is kept (one byte for each element of t
 part is kept and gathered again beside the input gradient's product.
 
 Note [Handed over in 8 bits]
-Between the norm and the column layer behind it, forward, and between the row layer and the gated column layer before it,
-backward, only 8 bits are needed, of a tensor that nobody else uses. It goes through a ``Handoff``, so that it is never
-written in 16 bits; autograd sees a tensor of zeros that takes no memory in its place.
+Between the norm and the column layer behind it and between 8-bit attention and the row layer behind it, forward, and between
+the row layer and the gated column layer before it, backward, only 8 bits are needed, of a tensor that nobody else uses. It
+goes through a ``Handoff``, so that it is never written in 16 bits; autograd sees a tensor of zeros (of NaN behind attention)
+that takes no memory in its place.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Job:
         record: whether this is training, whose magnitudes later steps should know.
         activation: before a row layer.
         activates_again: make the activation again for the weight's gradient instead of keeping it.
-        given: where a column layer's input may be, instead of in its argument.
+        given: where the input may be, instead of in the argument.
         handoff: between a row layer and the column layer before it: the gradient of what lies between.
     """
 
@@ -206,8 +207,12 @@ class RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, job: Job) -> Tensor:
         """Inputs: ``[S, B, m]``, where m is in/tp, or twice that before a gated activation, and the weight ``[out, in/tp]``."""
-        ops, rows = job.operations, _rows(x)
-        if job.activation is None:
+        ops = job.operations
+        narrow = None if job.given is None else job.given.take()
+        rows = _rows(x) if narrow is None else None
+        if rows is None:
+            pass
+        elif job.activation is None:
             narrow = ops.quantize(rows, job.input_slot, record=job.record)
         else:
             narrow = ops.activate_quantized(rows, job.activation, job.input_slot, record=job.record)

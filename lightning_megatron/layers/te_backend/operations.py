@@ -7,14 +7,47 @@ over its tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_megatron.layers.backend import Activation
+from lightning_megatron.layers.rope import RopeTables, rotate_fused
 from lightning_megatron.layers.te_backend.scales import AttentionSlots, Slot
 
 Narrow = Any
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary positions: of the first h and the next g of ``[S, B, (h + 2g) * d]``.
+
+    Args:
+        heads: h and g.
+        tables: of the S positions.
+    """
+
+    heads: tuple[int, int]
+    tables: RopeTables
+
+    @property
+    def head_dim(self) -> int:
+        """The size of a head, d."""
+        return self.tables.cos.shape[-1]
+
+    def turned(self, fused: Tensor) -> Heads:
+        """Rotated ``[S, B, h, d], [S, B, g, d] x 2``."""
+        return rotate_fused(fused, self.heads, head_dim=self.head_dim, tables=self.tables)
+
+    def turned_back(self, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> Tensor:
+        """The gradient of what was rotated, of those of the parts."""
+        back = RopeTables(self.tables.cos, -self.tables.sin)
+        fused = torch.cat([part.flatten(2) for part in (of_q, of_k, of_v)], dim=-1)
+        parts = rotate_fused(fused, self.heads, head_dim=self.head_dim, tables=back)
+        return torch.cat([part.flatten(2) for part in parts], dim=-1)
 
 
 class Operations(Protocol):
@@ -90,10 +123,26 @@ class Operations(Protocol):
         """Sequence lengths of attention in 8 bits must be multiples of this."""
         ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: AttentionSlots, *, record: bool) -> tuple[Tensor, list[Tensor]]:
-        """Causal attention in 8 bits: ``[S, B, h, d]``, ``[S, B, g, d]`` twice, to ``[S, B, h, d]`` and what is to be kept."""
+    def attend(
+        self, given: Tensor | Heads, slots: AttentionSlots, *, rotation: Rotation | None, record: bool
+    ) -> tuple[Narrow, list[Tensor]]:
+        """Causal attention in 8 bits, to ``[S * B, h * d]`` as a product takes it, and what is to be kept.
+
+        Args:
+            given: queries ``[S, B, h, d]``, keys and values ``[S, B, g, d]``; with ``rotation`` these side by side before
+                they are rotated, ``[S, B, (h + 2g) * d]``.
+            slots: the factors.
+            rotation: how to rotate.
+            record: remember largest magnitudes for later steps.
+        """
         ...
 
-    def attend_backward(self, grad: Tensor, kept: list[Tensor], slots: AttentionSlots) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, from that of the result, ``[S, B, h, d]``, and what was kept."""
+    def attend_backward(
+        self, grad: Tensor, kept: list[Tensor], slots: AttentionSlots, *, rotation: Rotation | None
+    ) -> Tensor | Heads:
+        """The gradient of what was given, from that of the result, ``[S, B, h, d]``, and what was kept."""
+        ...
+
+    def widened(self, x: Narrow, like: Tensor) -> Tensor:
+        """A narrow matrix in the dtype of ``like``."""
         ...

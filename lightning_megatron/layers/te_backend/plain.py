@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.layers.backend import Activation
+from lightning_megatron.layers.te_backend.operations import Heads, Rotation
 from lightning_megatron.layers.te_backend.options import Fp8Options
 from lightning_megatron.layers.te_backend.scales import LARGEST, WEIGHTS_SCALE, AttentionSlots, Slot, power_of_two, remember
 from lightning_megatron.layers.torch_backend import gelu, swiglu
@@ -140,8 +141,11 @@ class PlainOperations:
         """See ``Operations``."""
         return 1
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: AttentionSlots, *, record: bool) -> tuple[Tensor, list[Tensor]]:
+    def attend(
+        self, given: Tensor | Heads, slots: AttentionSlots, *, rotation: Rotation | None, record: bool
+    ) -> tuple[Rounded, list[Tensor]]:
         """See ``Operations``."""
+        q, k, v = given if isinstance(given, tuple) else _rotated(given, rotation)
         narrow = [_rounded(x, slots.qkv.scale, slots.qkv.dtype) for x in (q, k, v)]
         weights = _attention_weights(*narrow[:2])
         out = torch.einsum("bhst,tbhd->sbhd", _narrow_weights(weights), _of_heads(narrow[2].wide(), q.shape[2]))
@@ -150,9 +154,11 @@ class PlainOperations:
             met = torch.stack([x.detach().abs().amax().float() for x in (q, k, v)]).amax().view(1)
             remember([slots.qkv, slots.out], [met, out.abs().amax().view(1)])
         kept = [part for rounded in (*narrow, result) for part in rounded.prepare_for_saving()[0] if part is not None]
-        return (kept[6].float() * kept[7]).to(q.dtype), kept
+        return Rounded(kept[6].reshape(-1, q.shape[2] * q.shape[3]), kept[7]), kept
 
-    def attend_backward(self, grad: Tensor, kept: list[Tensor], slots: AttentionSlots) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_backward(
+        self, grad: Tensor, kept: list[Tensor], slots: AttentionSlots, *, rotation: Rotation | None
+    ) -> Tensor | Heads:
         """See ``Operations``."""
         q, k, v, out = (Rounded(values, inverse) for values, inverse in zip(kept[::2], kept[1::2], strict=True))
         heads, groups, scale = grad.shape[2], kept[2].shape[2], grad.shape[3] ** -0.5
@@ -169,7 +175,16 @@ class PlainOperations:
         largest = [grad.detach().abs().amax().float().view(1), of_scores.abs().amax().view(1), met]
         remember([slots.grad_out, slots.grad_scores, slots.grad_qkv], largest)
         of_q, of_k, of_v = (_rounded(x, slots.grad_qkv.scale, slots.grad_qkv.dtype).wide().to(grad.dtype) for x in grads)
-        return of_q, of_k, of_v
+        return (of_q, of_k, of_v) if rotation is None else rotation.turned_back(of_q, of_k, of_v)
+
+    def widened(self, x: Rounded, like: Tensor) -> Tensor:
+        """See ``Operations``."""
+        return x.wide().to(like.dtype)
+
+
+def _rotated(fused: Tensor, rotation: Rotation | None) -> Heads:
+    assert rotation is not None
+    return rotation.turned(fused)
 
 
 def _attention_weights(q: Rounded, k: Rounded) -> Tensor:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.te_backend.scales import WEIGHTS_SCALE, AttentionSlots, remember
+from lightning_megatron.kernels import available
+from lightning_megatron.layers.te_backend.operations import Heads, Narrow, Rotation
+from lightning_megatron.layers.te_backend.scales import WEIGHTS_SCALE, AttentionSlots, Slot, remember
 
 HEAD_DIM, MULTIPLE = 128, 128
 _LEAST_CUDNN = (9, 7, 0)
@@ -28,12 +30,13 @@ class TeAttention:
 
     Args:
         device: the GPU.
+        fused: whether to rotate and round in one pass, by this project's own kernels.
 
     Raises:
         ValueError: cuDNN is too old, or deterministic kernels are asked for.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, fused: bool = True) -> None:
         te = import_module("transformer_engine.pytorch")
         found = import_module("transformer_engine.pytorch.utils").get_cudnn_version()
         if tuple(found) < _LEAST_CUDNN:
@@ -46,23 +49,27 @@ class TeAttention:
                 "fp8_attention=True has no deterministic backward, but torch.use_deterministic_algorithms is on; set one of "
                 "them to False."
             )
-        fused = import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
-        self._forward, self._backward = fused.fused_attn_fwd, fused.fused_attn_bwd
-        self._engine = fused.FusedAttnBackend["FP8"]
+        binding = import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
+        self._forward, self._backward = binding.fused_attn_fwd, binding.fused_attn_bwd
+        self._engine = binding.FusedAttnBackend["FP8"]
         self._quantizer = import_module("transformer_engine.pytorch.tensor").Float8Quantizer
         self._storage = import_module("transformer_engine.pytorch.tensor.storage.float8_tensor_storage").Float8TensorStorage
         self._dtypes = te.constants.TE_DType
         self._device = device
         self._weights_scale = torch.full((1,), WEIGHTS_SCALE, device=device)
         self._lengths: dict[tuple[int, int], Tensor] = {}
+        self._kernels: Any = None
+        if fused and available():
+            kernels = import_module("lightning_megatron.kernels.rope_narrow")
+            self._kernels = kernels if kernels.are_right(device) else None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: AttentionSlots, *, record: bool) -> tuple[Tensor, list[Tensor]]:
+    def attend(
+        self, given: Tensor | Heads, slots: AttentionSlots, *, rotation: Rotation | None, record: bool
+    ) -> tuple[Narrow, list[Tensor]]:
         """See ``Operations.attend``."""
-        size, batch, heads, dim = q.shape
         met = self._magnitudes(3)
-        joined = _joined(q, k, v)
-        narrow = self._made(slots.qkv.scale, slots.qkv.dtype, met[0])(joined)
-        parts = _apart(narrow._data, [x.shape for x in (q, k, v)])
+        parts, scale_inv = self._narrowed(given, slots.qkv, met[0], rotation)
+        size, batch, heads, dim = parts[0].shape
         lengths = self._lengths_of(batch, size)
         out, aux, *_ = self._forward(
             True,
@@ -70,8 +77,8 @@ class TeAttention:
             size,
             lengths,
             lengths,
-            *(self._holding(part, narrow._scale_inv, slots.qkv.dtype) for part in parts),
-            q.dtype,
+            *(self._holding(part, scale_inv, slots.qkv.dtype) for part in parts),
+            torch.bfloat16,
             self._engine,
             s_quantizer=self._made(self._weights_scale, torch.float8_e4m3fn, met[1]),
             o_quantizer=self._made(slots.out.scale, slots.out.dtype, met[2]),
@@ -81,11 +88,12 @@ class TeAttention:
         )
         if record:
             remember([slots.qkv, slots.out], [met[0], met[2]])
-        data = out._data.view(size, batch, heads, dim)
-        result: Tensor = self._holding(data, out._scale_inv, slots.out.dtype).dequantize(dtype=q.dtype)
-        return result.view(size, batch, heads, dim), [*parts, data, narrow._scale_inv, out._scale_inv, *aux]
+        result = self._holding(out._data.view(size * batch, heads * dim), out._scale_inv, slots.out.dtype)
+        return result, [*parts, out._data.view(size, batch, heads, dim), scale_inv, out._scale_inv, *aux]
 
-    def attend_backward(self, grad: Tensor, kept: list[Tensor], slots: AttentionSlots) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_backward(
+        self, grad: Tensor, kept: list[Tensor], slots: AttentionSlots, *, rotation: Rotation | None
+    ) -> Tensor | Heads:
         """See ``Operations.attend_backward``."""
         *parts, data, of_qkv, of_out = kept[:6]
         size, batch, heads, dim = grad.shape
@@ -101,7 +109,7 @@ class TeAttention:
             *(self._holding(part, of_qkv, slots.qkv.dtype) for part in parts),
             self._holding(data, of_out, slots.out.dtype),
             self._holding(narrow._data.view(grad.shape), narrow._scale_inv, slots.grad_out.dtype),
-            grad.dtype,
+            torch.bfloat16,
             kept[6:],
             self._engine,
             s_quantizer=self._made(self._weights_scale, torch.float8_e4m3fn, torch.zeros_like(met[0])),
@@ -113,10 +121,30 @@ class TeAttention:
             deterministic=False,
             **_LAYOUT,
             **_PATTERN,
-        )
+        )[:3]
         remember([slots.grad_out, slots.grad_scores, slots.grad_qkv], met)
-        of_q, of_k, of_v = (x.dequantize(dtype=grad.dtype).view(part.shape) for x, part in zip(made[:3], parts, strict=True))
-        return of_q, of_k, of_v
+        if rotation is not None and self._kernels is not None and grad.dtype == torch.bfloat16:
+            bits = [x._data.view(part.shape) for x, part in zip(made, parts, strict=True)]
+            inverses = tuple(x._scale_inv for x in made)
+            tables = {"cos": rotation.tables.cos, "sin": rotation.tables.sin}
+            back: Tensor = self._kernels.rotate_narrow_back(*bits, scale_inv=inverses, **tables)
+            return back
+        of_q, of_k, of_v = (x.dequantize(dtype=grad.dtype).view(part.shape) for x, part in zip(made, parts, strict=True))
+        return (of_q, of_k, of_v) if rotation is None else rotation.turned_back(of_q, of_k, of_v)
+
+    def _narrowed(
+        self, given: Tensor | Heads, slot: Slot, met: Tensor, rotation: Rotation | None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Queries, keys and values as bytes, contiguous each, and the inverse of their factor."""
+        if isinstance(given, Tensor) and rotation is not None:
+            tables = rotation.tables
+            if self._kernels is not None and self._kernels.fits(given, tables.cos):
+                options = {"cos": tables.cos, "sin": tables.sin, "scale": slot.scale, "amax": met}
+                return list(self._kernels.rotate_narrow(given.contiguous(), rotation.heads, **options)), slot.scale.reciprocal()
+            given = rotation.turned(given)
+        assert isinstance(given, tuple)
+        narrow = self._made(slot.scale, slot.dtype, met)(_joined(*given))
+        return _apart(narrow._data, [x.shape for x in given]), narrow._scale_inv
 
     def _made(self, scale: Tensor, dtype: torch.dtype, met: Tensor) -> Any:
         """The library's quantizer, of rows alone."""
@@ -157,5 +185,5 @@ def _joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _apart(joined: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     """``[S * B, (h + 2g) * d]`` bytes to contiguous ``[S, B, h or g, d]``, eight bytes at a time."""
     widths = [shape[2] * shape[3] // 8 for shape in shapes]
-    parts = joined.view(torch.int64).split(widths, dim=1)
+    parts = torch.split(joined.view(torch.int64), widths, dim=1)
     return [part.contiguous().view(torch.uint8).view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_megatron.kernels import available
 from lightning_megatron.kernels.products import TunedProducts, current_products
 from lightning_megatron.layers.backend import Activation
-from lightning_megatron.layers.te_backend.operations import Narrow
+from lightning_megatron.layers.te_backend.operations import Heads, Narrow, Rotation
 from lightning_megatron.layers.te_backend.options import Fp8Options
 from lightning_megatron.layers.te_backend.scales import AttentionSlots, Slot
 from lightning_megatron.layers.te_backend.te_attention import HEAD_DIM, MULTIPLE, TeAttention
@@ -50,7 +50,7 @@ class TeOperations:
         if fused and options is not None and options.is_per_tensor and available():
             self._kernels = _checked_kernels(device)
         self._quantizers: dict[str, Any] = {} if options is None else self._own_scale_quantizers(options)
-        self._attention = TeAttention(device) if options is not None and options.attention else None
+        self._attention = TeAttention(device, fused=fused) if options is not None and options.attention else None
 
     def __deepcopy__(self, memo: dict[int, object]) -> TeOperations:
         return self  # holds modules, and nothing of a model
@@ -281,15 +281,24 @@ class TeOperations:
         """See ``Operations``."""
         return MULTIPLE
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: AttentionSlots, *, record: bool) -> tuple[Tensor, list[Tensor]]:
+    def attend(
+        self, given: Tensor | Heads, slots: AttentionSlots, *, rotation: Rotation | None, record: bool
+    ) -> tuple[Narrow, list[Tensor]]:
         """See ``Operations``."""
         assert self._attention is not None
-        return self._attention.attend(q, k, v, slots, record=record)
+        return self._attention.attend(given, slots, rotation=rotation, record=record)
 
-    def attend_backward(self, grad: Tensor, kept: list[Tensor], slots: AttentionSlots) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_backward(
+        self, grad: Tensor, kept: list[Tensor], slots: AttentionSlots, *, rotation: Rotation | None
+    ) -> Tensor | Heads:
         """See ``Operations``."""
         assert self._attention is not None
-        return self._attention.attend_backward(grad, kept, slots)
+        return self._attention.attend_backward(grad, kept, slots, rotation=rotation)
+
+    def widened(self, x: Narrow, like: Tensor) -> Tensor:
+        """See ``Operations``."""
+        result: Tensor = x.dequantize(dtype=like.dtype)
+        return result
 
 
 def _checked_kernels(device: torch.device) -> Any:
