@@ -239,4 +239,4 @@ def _seconds(run: Callable[[int], None], algorithm: int, repeats: int) -> float:
         run(algorithm)
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / repeats / 1e3
+    return float(begin.elapsed_time(end)) / repeats / 1e3

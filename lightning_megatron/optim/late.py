@@ -48,9 +48,9 @@ class LateGroups:
         Raises:
             ValueError: a parameter is not one of the module's, or is trained already.
         """
-        given = group["params"]
-        params = [given] if isinstance(given, Tensor) else list(given)
-        params = [pair[1] if isinstance(pair, tuple) else pair for pair in params]
+        given: Any = group["params"]
+        listed = [given] if isinstance(given, Tensor) else list(given)
+        params: list[nn.Parameter] = [pair[1] if isinstance(pair, tuple) else pair for pair in listed]
         for param in params:
             if param not in self._names:
                 raise ValueError(
