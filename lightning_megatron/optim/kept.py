@@ -75,8 +75,9 @@ class KeptValues:
         """
         existing = self.states(shard).get(name)
         if self._state_dtype == "fp8" and name == _MOMENT and dtype in _FLOATING:
-            fits = isinstance(existing, float8.Moment)
-            return existing if fits else float8.Moment.zeros(shard.main.numel(), shard.main.device)
+            if isinstance(existing, float8.Moment):
+                return existing
+            return float8.Moment.zeros(shard.main.numel(), shard.main.device)
         if shard.main.dtype == torch.float32 and dtype in _FLOATING:
             dtype = torch.float32 if self._state_dtype == "fp32" else torch.bfloat16
         if isinstance(existing, Tensor) and existing.shape == shard.main.shape and existing.dtype == dtype:

@@ -49,7 +49,7 @@ class LateGroups:
             ValueError: a parameter is not one of the module's, or is trained already.
         """
         given: Any = group["params"]
-        listed = [given] if isinstance(given, Tensor) else list(given)
+        listed: list[Any] = [given] if isinstance(given, Tensor) else list(given)
         params: list[nn.Parameter] = [pair[1] if isinstance(pair, tuple) else pair for pair in listed]
         for param in params:
             if param not in self._names:
