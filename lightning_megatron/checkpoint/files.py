@@ -262,8 +262,8 @@ def read_index(path: Path) -> Metadata:
     try:
         with open(path / INDEX_FILE, "rb") as stream:
             index = pickle.load(stream)
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, ValueError) as error:
-        raise ValueError(f"{path / INDEX_FILE} is damaged: {error}.") from error
+    except Exception as error:  # a pickle that is not one may raise anything
+        raise ValueError(f"{path / INDEX_FILE} is damaged: {str(error) or type(error).__name__}.") from error
     if not isinstance(index, Metadata) or index.storage_data is None:
         raise ValueError(f"{path / INDEX_FILE} is not the index of a checkpoint.")
     return index
@@ -288,7 +288,9 @@ def read_pickled(file: Path, weights_only: bool | None) -> dict[str, Any]:
                 f"file, load it with weights_only=False, or allow the type by torch.serialization.add_safe_globals."
             ) from error
         raise ValueError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
-    except (RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:
         raise ValueError(f"{file} is damaged: {str(error).splitlines()[0] if str(error) else 'it ends early'}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}, not the dict of a checkpoint.")

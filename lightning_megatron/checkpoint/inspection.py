@@ -69,15 +69,13 @@ def summarize(path: Path) -> Summary:
         FileNotFoundError: there is none, or an incomplete one.
         ValueError: something else is there, or it is damaged.
     """
-    files.check(path)
-    index = files.read_index(path)
+    index, meta, _ = reading.small_files(path, False, verify=True)
     tensors = []
     for key, saved in sorted(index.state_dict_metadata.items()):
         if isinstance(saved, TensorStorageMetadata):
             numel, dtype = saved.size.numel(), saved.properties.dtype
             tensors.append(SavedTensor(key, tuple(saved.size), dtype, len(saved.chunks), numel * dtype.itemsize))
     size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    meta = files.read_pickled(path / files.META_FILE, weights_only=False)
     left = files.leftovers(path.absolute().parent)
     return Summary(path, meta, tuple(tensors), num_optimizers(index), size, tuple(left))
 
@@ -92,10 +90,9 @@ def verify(path: Path) -> list[str]:
         FileNotFoundError: there is no checkpoint, or an incomplete one.
         ValueError: something else is there, or its index is damaged.
     """
-    files.check(path)
-    index = files.read_index(path)
+    index, _, sums = reading.small_files(path, False, verify=True)
     problems = []
-    if storage.read_sums(path) is None:
+    if sums is None:
         problems.append(f"{files.SUMS_FILE} is missing: the bytes cannot be compared with those that were written")
     for key, saved in index.state_dict_metadata.items():
         if isinstance(saved, TensorStorageMetadata):
@@ -106,15 +103,14 @@ def verify(path: Path) -> list[str]:
     problems += reading.short_files(path, places, exactly=True)
     if problems:
         return problems
-    places += [storage.Place(name, name, 0, (path / name).stat().st_size) for name in storage.SMALL_FILES]
     return reading.changed_parts(path, places) or _unlike(path, index)
 
 
 def _unlike(path: Path, index: Metadata) -> list[str]:
     """Parts that are not what the index says."""
-    problems = []
+    problems, parts = [], _Parts(path, index)
     for key, saved in index.state_dict_metadata.items():
-        for at, part in _parts(path, index, key):
+        for at, part in parts.of(key):
             if isinstance(saved, BytesStorageMetadata) or isinstance(part, io.BytesIO):
                 continue
             chunk = next(chunk for chunk in saved.chunks if at.offset is None or chunk.offsets == at.offset)
@@ -124,14 +120,36 @@ def _unlike(path: Path, index: Metadata) -> list[str]:
     return problems
 
 
-def _parts(path: Path, index: Metadata, key: str) -> Iterator[tuple[MetadataIndex, Tensor | io.BytesIO]]:
-    value = isinstance(index.state_dict_metadata[key], BytesStorageMetadata)
-    for at, info in (index.storage_data or {}).items():
-        if at.fqn == key:
-            with open(path / info.relative_path, "rb") as stream:
+class _Parts:
+    """What was saved under each key, read when it is asked for."""
+
+    def __init__(self, path: Path, index: Metadata) -> None:
+        self._path, self._index = path, index
+        self._places: dict[str, list[tuple[MetadataIndex, Any]]] = {}
+        for at, info in (index.storage_data or {}).items():
+            self._places.setdefault(at.fqn, []).append((at, info))
+
+    def of(self, key: str) -> Iterator[tuple[MetadataIndex, Tensor | io.BytesIO]]:
+        """Each part with its place; a Python value as its bytes."""
+        is_value = isinstance(self._index.state_dict_metadata[key], BytesStorageMetadata)
+        for at, info in self._places.get(key, ()):
+            with open(self._path / info.relative_path, "rb") as stream:
                 stream.seek(info.offset)
                 content = io.BytesIO(stream.read(info.length))
-            yield at, content if value else reading.load_tensor(content)
+            yield at, content if is_value else reading.load_tensor(content)
+
+    def whole(self, key: str) -> Any:
+        """The tensor or value."""
+        saved = self._index.state_dict_metadata[key]
+        if isinstance(saved, BytesStorageMetadata):
+            (_, content), *_ = self.of(key)
+            return torch.load(content, weights_only=False)  # type: ignore[arg-type]
+        full = torch.empty(saved.size, dtype=saved.properties.dtype)
+        for at, part in self.of(key):
+            assert isinstance(part, Tensor)
+            offsets = at.offset or torch.Size([0] * full.dim())
+            full[tuple(slice(start, start + length) for start, length in zip(offsets, part.shape, strict=True))] = part
+        return full
 
 
 def consolidate(path: Path, file: Path, *, with_optimizer: bool = False) -> int:
@@ -148,15 +166,17 @@ def consolidate(path: Path, file: Path, *, with_optimizer: bool = False) -> int:
         The number of tensors in ``state_dict``.
 
     Raises:
-        FileNotFoundError, ValueError: as ``summarize``.
+        FileNotFoundError, ValueError: as ``summarize``; also what ``verify`` finds, before anything is written.
     """
-    files.check(path)
-    index = files.read_index(path)
-    content = files.read_pickled(path / files.META_FILE, weights_only=False)
-    content["state_dict"] = _together(path, index, "model", flat=True)
+    index, content, sums = reading.small_files(path, False, verify=True)
+    places = storage.places_of(index)
+    if problems := reading.short_files(path, places) or (reading.changed_parts(path, places) if sums is not None else []):
+        raise ValueError(f"{path} is damaged:\n  " + "\n  ".join(problems[:8]))
+    parts = _Parts(path, index)
+    content["state_dict"] = _together(parts, index, "model", flat=True)
     if with_optimizer:
         heads = [f"optimizer_{number}" for number in range(num_optimizers(index))]
-        content["optimizer_states"] = [_together(path, index, head) for head in heads]
+        content["optimizer_states"] = [_together(parts, index, head) for head in heads]
     unfinished = file.with_name(f".{file.name}.tmp")
     with open(unfinished, "wb") as stream:
         torch.save(content, stream)
@@ -166,28 +186,15 @@ def consolidate(path: Path, file: Path, *, with_optimizer: bool = False) -> int:
     return len(content["state_dict"])
 
 
-def _together(path: Path, index: Metadata, head: str, *, flat: bool = False) -> Any:
+def _together(parts: _Parts, index: Metadata, head: str, *, flat: bool = False) -> Any:
     """The unsharded values whose path begins with ``head``, as a nest, or ``flat`` by their names."""
     leaves: dict[tuple[Any, ...], Any] = {}
     for key, place in (index.planner_data or {}).items():
         if place[0] == head:
-            leaves[tuple(place[1:])] = _whole(path, index, key)
+            leaves[tuple(place[1:])] = parts.whole(key)
     if not flat:
         return nested(leaves)
     names: dict[str, dict[tuple[Any, ...], Any]] = {}
     for (name, *inside), value in leaves.items():
         names.setdefault(name, {})[tuple(inside)] = value
     return {name: nested(values) for name, values in names.items()}
-
-
-def _whole(path: Path, index: Metadata, key: str) -> Any:
-    saved = index.state_dict_metadata[key]
-    if isinstance(saved, BytesStorageMetadata):
-        (_, content), *_ = _parts(path, index, key)
-        return torch.load(content, weights_only=False)  # type: ignore[arg-type]
-    full = torch.empty(saved.size, dtype=saved.properties.dtype)
-    for at, part in _parts(path, index, key):
-        assert isinstance(part, Tensor)
-        offsets = at.offset or torch.Size([0] * full.dim())
-        full[tuple(slice(start, start + length) for start, length in zip(offsets, part.shape, strict=True))] = part
-    return full

@@ -26,10 +26,9 @@ from lightning_megatron.checkpoint.optimizer_state import (
 )
 from lightning_megatron.checkpoint.planner import StrictLoadPlanner
 from lightning_megatron.checkpoint.ranks import Ranks, readable
-from lightning_megatron.checkpoint.reading import ChunkReader, changed_parts
+from lightning_megatron.checkpoint.reading import ChunkReader, small_files
 from lightning_megatron.checkpoint.saving import BackgroundSaver, plan_save
 from lightning_megatron.checkpoint.state import EXTRA_STATE, ModelTarget, model_state, placeholder
-from lightning_megatron.checkpoint.storage import SMALL_FILES, Place, Sums, read_sums
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer
 
@@ -146,7 +145,9 @@ def load(
         RuntimeError: a rank could not read.
     """
     ranks = Ranks(process_group)
-    index, meta, sums = ranks.together(lambda: _small_files(Path(path), weights_only, verify=verify))
+    index, meta, sums = ranks.together(lambda: small_files(Path(path), weights_only, verify=verify))
+    if verify and sums is None and ranks.is_first:
+        warnings.warn(f"{path} has no {files.SUMS_FILE}: it is loaded without knowing whether it is damaged.", stacklevel=2)
     restored = load_optimizer and len(optimizers) > 0 and num_optimizers(index) > 0
     targets = ranks.together(lambda: _targets(module, optimizers if restored else (), index))
     tensors = {key: tensor for target in targets for key, tensor in target.tensors.items()}
@@ -182,15 +183,6 @@ def _own_targets(index: Metadata, rank: int) -> dict[str, Tensor]:
     head = f"rank.{rank}."
     found = {key: placeholder(entry) for key, entry in index.state_dict_metadata.items() if str(key).startswith(head)}
     return {key: tensor for key, tensor in found.items() if tensor is not None}
-
-
-def _small_files(path: Path, weights_only: bool | None, *, verify: bool) -> tuple[Metadata, dict[str, Any], Sums | None]:
-    files.check(path)
-    sums = read_sums(path)
-    for name in SMALL_FILES if verify and sums is not None else ():
-        if changed_parts(path, [Place(name, name, 0, (path / name).stat().st_size)]):
-            raise ValueError(f"{path / name} is damaged: its bytes are not those that were written.")
-    return files.read_index(path), files.read_pickled(path / files.META_FILE, weights_only), sums
 
 
 def _targets(

@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from lightning_megatron.checkpoint import files
 from lightning_megatron.checkpoint.blocks import BlockReader, Transfer, transfers
 from lightning_megatron.checkpoint.boxes import KeptPart
 from lightning_megatron.checkpoint.planner import StrictLoadPlanner
-from lightning_megatron.checkpoint.storage import Place, Sums, read_sums
+from lightning_megatron.checkpoint.storage import SMALL_FILES, Place, Sums, read_sums
 from lightning_megatron.optim.kept import Kept
 
 
@@ -147,17 +148,35 @@ def short_files(folder: Path, places: Sequence[Place], *, exactly: bool = False)
         places: what is wanted of them.
         exactly: also name files that are longer than what is wanted.
     """
-    ends: dict[str, int] = {}
+    by_file: dict[str, list[Place]] = {}
     for place in places:
-        ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
+        by_file.setdefault(place.file, []).append(place)
     problems = []
-    for name, end in sorted(ends.items()):
-        file = folder / name
+    for name, wanted in sorted(by_file.items()):
+        file, end = folder / name, max(place.offset + place.length for place in wanted)
+        size = file.stat().st_size if file.is_file() else 0
+        lost = sorted({place.key for place in wanted if place.offset + place.length > size})  # "model." comes first
+        holds = f" ({', '.join(lost[:2])}{f' and {len(lost) - 2} more' if len(lost) > 2 else ''})"
         if not file.is_file():
-            problems.append(f"{name}: this data file is missing from {folder}")
-        elif (size := file.stat().st_size) < end or (exactly and size != end):
-            problems.append(f"{name}: this data file has {size} bytes where {end} were written")
+            problems.append(f"{name}: this data file is missing from {folder}{holds}")
+        elif size < end or (exactly and size != end):
+            problems.append(f"{name}: this data file has {size} bytes where {end} were written{holds if lost else ''}")
     return problems
+
+
+def small_files(path: Path, weights_only: bool | None, *, verify: bool) -> tuple[Metadata, dict[str, Any], Sums | None]:
+    """The index, ``meta.pt`` and the checksums of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or an incomplete one.
+        ValueError: something else is there, or one of them is damaged.
+    """
+    files.check(path)
+    sums = read_sums(path)
+    for name in SMALL_FILES if verify and sums is not None else ():
+        if changed_parts(path, [Place(name, name, 0, (path / name).stat().st_size)]):
+            raise ValueError(f"{path / name} is damaged: its bytes are not those that were written.")
+    return files.read_index(path), files.read_pickled(path / files.META_FILE, weights_only), sums
 
 
 def changed_parts(folder: Path, places: Sequence[Place]) -> list[str]:
@@ -187,4 +206,4 @@ def load_tensor(source: io.BytesIO) -> Tensor:
     return tensor
 
 
-__all__ = ["ChunkReader", "changed_parts", "load_tensor", "read_part", "short_files"]
+__all__ = ["ChunkReader", "changed_parts", "load_tensor", "read_part", "short_files", "small_files"]

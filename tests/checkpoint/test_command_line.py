@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,14 @@ def test_verify_finds_any_damage(path: Path, damage: str, capsys: pytest.Capture
     else:
         content[content.rindex(b"embed") if damage == "index" else len(content) // 2] ^= 1
         file.write_bytes(content)
-    code, text = run(capsys, "verify", path)
-    assert code == 1
-    assert name in text
+    for command in (["verify"], ["consolidate", path.parent / "one.ckpt"]):
+        code, text = run(capsys, command[0], path, *command[1:])
+        assert code == 1
+        assert name in text
+        assert bool(re.search(r"(model|optimizer_0)\.", text)) == (
+            damage in ("data", "cut", "gone")
+        )  # the message names tensors
+    assert not (path.parent / "one.ckpt").exists()
 
 
 def test_consolidate_writes_the_unsharded_state_dict(make: Any, path: Path, capsys: pytest.CaptureFixture[str]) -> None:

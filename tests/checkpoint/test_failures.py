@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +185,45 @@ def test_a_changed_byte_is_found_before_anything_is_loaded_and_its_tensor_is_nam
     for text in run_distributed(attempt, 2):
         assert "__1_0.distcp are not those that were written" in text
         assert "layers." in text
+
+
+def damaged(content: bytes, kind: str, dice: random.Random) -> bytes:
+    """A file's content with damage of a kind somewhere."""
+    begin = dice.randrange(len(content))
+    if kind == "cut":
+        return content[:begin]
+    length = 1 if kind == "bit" else dice.randrange(1, 3000)
+    middle = bytes(byte ^ (1 << dice.randrange(8)) if kind == "bit" else 0 for byte in content[begin : begin + length])
+    return content[:begin] + middle + content[begin + length :]
+
+
+def test_no_damage_anywhere_in_any_file_is_loaded(make: Any, tmp_path: Path) -> None:
+    path, dice = tmp_path / "a.ckpt", random.Random(7)
+    written(make, path)
+    job, changed = make(), 0
+    for file in sorted(path.iterdir()):
+        content = file.read_bytes()
+        for number in range(15):
+            file.write_bytes(damaged(content, ("bit", "cut", "zero")[number % 3], dice))
+            if file.read_bytes() != content:
+                changed += 1
+                with pytest.raises(ValueError, match=re.escape(file.name)):
+                    loaded(job, path)
+        file.write_bytes(content)
+    assert changed > 50
+    assert all(not param.any() for param in job.module.parameters())
+    assert not job.optimizer.optimizer.state
+    loaded(job, path)
+    assert job.wrong() == []
+
+
+def test_a_checkpoint_without_checksums_is_loaded_with_a_warning(make: Any, tmp_path: Path) -> None:
+    written(make, tmp_path / "a.ckpt")
+    (tmp_path / "a.ckpt" / "checksums.json").unlink()
+    job = make()
+    with pytest.warns(UserWarning, match=r"has no checksums\.json"):
+        loaded(job, tmp_path / "a.ckpt")
+    assert job.wrong() == []
 
 
 def test_files_of_other_programs_are_refused(make: Any, tmp_path: Path) -> None:
