@@ -54,7 +54,7 @@ class Attention(nn.Module):
     """Causal self-attention of this rank's heads.
 
     Args:
-        qkv: column-parallel projection to ``[q; k; v]`` (see ``qkv_parts``).
+        qkv: column-parallel projection to ``[q; k; v]`` (see ``qkv_parts``). One that has ``rotated`` rotates as well.
         out: row-parallel projection back to H.
         core: softmax attention (``Backend.core_attention``). One that ``rotates`` is given the fused projection and ``heads``;
             one that has ``hand_to`` may pass its result to ``out`` beside its return value.
@@ -82,14 +82,17 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
-        fused = self.qkv(hidden)
         sizes: list[int] = list(self.qkv.part_sizes)  # type: ignore[arg-type]
         if context.rope is not None and self.q_norm is None and self.k_norm is None:
             heads = (sizes[0] // self.head_dim, sizes[1] // self.head_dim)
             if getattr(self.core, "rotates", False):  # in one pass with what it does next
-                return self.out(self.core(fused, None, None, context, heads=heads))  # type: ignore[no-any-return]
-            q, k, v = rotate_fused(fused, heads, head_dim=self.head_dim, tables=context.rope)
+                return self.out(self.core(self.qkv(hidden), None, None, context, heads=heads))  # type: ignore[no-any-return]
+            if (rotated := getattr(self.qkv, "rotated", None)) is not None:
+                q, k, v = rotated(hidden, heads, context.rope)
+            else:
+                q, k, v = rotate_fused(self.qkv(hidden), heads, head_dim=self.head_dim, tables=context.rope)
             return self.out(self.core(q, k, v, context))  # type: ignore[no-any-return]
+        fused = self.qkv(hidden)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in fused.split(sizes, dim=-1))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)

@@ -93,24 +93,33 @@ def rotate_fused(fused: Tensor, heads: tuple[int, int], *, head_dim: int, tables
         head_dim: d.
         tables: of the S positions.
     """
-    q, k, v = _RotateFused.apply(fused, tables.cos, tables.sin, heads, head_dim)  # type: ignore[no-untyped-call]
+    q, k, v = RotateFused.apply(fused, tables.cos, tables.sin, heads, head_dim)  # type: ignore[no-untyped-call]
     return q, k, v
 
 
-class _RotateFused(torch.autograd.Function):
+def rotate_back(of_q: Tensor, of_k: Tensor, of_v: Tensor, tables: RopeTables) -> Tensor:
+    """The gradient of what ``rotate_fused`` was given, ``[S, B, (h + 2g) * d]``, of those of its results."""
+    return _rotate_together(of_q, of_k, of_v, cos=tables.cos, sin=tables.sin, inverse=True)
+
+
+class RotateFused(torch.autograd.Function):
+    """See ``rotate_fused``."""
+
     @staticmethod
     def forward(
         ctx: Any, fused: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], head_dim: int
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs as of ``rotate_fused``."""
         ctx.save_for_backward(cos, sin)
         parts = _split_heads(fused, heads, head_dim)
         return _split_heads(_rotate_together(*parts, cos=cos, sin=sin, inverse=False), heads, head_dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor | None, ...]:
+        """Rotates back."""
         cos, sin = ctx.saved_tensors
-        return _rotate_together(of_q, of_k, of_v, cos=cos, sin=sin, inverse=True), None, None, None, None
+        return rotate_back(of_q, of_k, of_v, RopeTables(cos, sin)), None, None, None, None
 
 
 def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

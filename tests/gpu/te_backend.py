@@ -31,7 +31,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.choice import choose_backend
+from lightning_megatron.layers.rope import Rope
 from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, Scales, TeBackend
+from lightning_megatron.layers.te_backend.operations import Rotation
 from lightning_megatron.layers.te_backend.te_operations import TeOperations
 from lightning_megatron.mesh import Mesh, use_mesh
 from lightning_megatron.models import GPT, GPTConfig
@@ -147,6 +149,9 @@ def pointwise(fast: Any, plain: Any, slots: list[Any], inputs: dict[str, Tensor]
         wide["rstd"] = rstd.flatten()
         narrow["norm alone"] = ops.add_norm_quantized(hidden, None, gain, 1e-5, slot=slots[0], record=False)[1]
         narrow["swiglu"] = ops.activate_quantized(hidden, "swiglu", slots[0], record=True)
+        heads = tuple(part.view(256, 2, -1, 64) * 1e-3 for part in hidden.split([512, 256, 256], dim=-1))
+        tables = Rope(head_dim=64).tables(torch.arange(256, device=hidden.device))
+        narrow["rotation backward"] = ops.turned_back_quantized(heads, Rotation((8, 4), tables), slots[1])
         narrow["swiglu backward"] = ops.activate_backward_quantized(grad, hidden, "swiglu", slots[1])
         wide["amax"] = torch.cat([slot.amax for slot in slots])
         made.append((wide, narrow))

@@ -7,15 +7,16 @@ part is kept and gathered again beside the input gradient's product.
 
 Note [Handed over in 8 bits]
 Between the norm and the column layer behind it and between 8-bit attention and the row layer behind it, forward, and between
-the row layer and the gated column layer before it, backward, only 8 bits are needed, of a tensor that nobody else uses. It
-goes through a ``Handoff``, so that it is never written in 16 bits; autograd sees a tensor of zeros (of NaN behind attention)
-that takes no memory in its place.
+the row layer and the gated column layer before it and between the rotation and the projection before it, backward, only 8
+bits are needed, of a tensor that nobody else uses. It goes through a ``Handoff``, so that it is never written in 16 bits;
+autograd sees a tensor of zeros (of NaN around attention) that takes no memory in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.comm import all_gather, all_gather_single, all_reduce, reduce_scatter, reduce_scatter_single
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.norm import _AddNorm
-from lightning_megatron.layers.te_backend.operations import Narrow, Operations
+from lightning_megatron.layers.rope import RotateFused
+from lightning_megatron.layers.te_backend.operations import Narrow, Operations, Rotation
 from lightning_megatron.layers.te_backend.scales import Slot
 from lightning_megatron.mesh import Axis
 from lightning_megatron.weight_gradients import now_or_later, waits
@@ -152,6 +154,34 @@ class AddNarrowNorm(_AddNorm):
         summed = hidden if added is None else summed.view(hidden.shape)
         ctx.save_for_backward(summed, gain, scales.view(*hidden.shape[:-1], 1))
         return summed, hidden.new_zeros(()).expand(hidden.shape)
+
+
+@dataclass(frozen=True)
+class RotatedCall:
+    """What ``RotateNarrow`` needs besides tensors; ``handoff``: to the linear before it."""
+
+    operations: Operations
+    rotation: Rotation
+    handoff: Handoff
+
+
+class RotateNarrow(RotateFused):
+    """``RotateFused`` whose gradient is handed to the linear before it in 8 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, fused: Tensor, call: RotatedCall) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """Inputs: ``[S, B, (h + 2g) * d]``."""
+        ctx.call, ctx.shape = call, fused.shape
+        return call.rotation.turned(fused)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns a stand-in, which reads as NaN."""
+        call: RotatedCall = ctx.call
+        narrow = call.operations.turned_back_quantized((of_q, of_k, of_v), call.rotation, call.handoff.slot)
+        call.handoff.narrow = narrow
+        return of_q.new_full((), nan).expand(ctx.shape), None
 
 
 class ColumnLinear(torch.autograd.Function):

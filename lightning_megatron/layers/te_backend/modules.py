@@ -14,8 +14,18 @@ from torch import Tensor, nn
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.mlp import MLP, GatedMLP
 from lightning_megatron.layers.norm import RMSNorm
-from lightning_megatron.layers.te_backend.functions import AddNarrowNorm, ColumnLinear, Handoff, Job, RowLinear, WeightCache
-from lightning_megatron.layers.te_backend.operations import Operations
+from lightning_megatron.layers.rope import RopeTables, rotate_fused
+from lightning_megatron.layers.te_backend.functions import (
+    AddNarrowNorm,
+    ColumnLinear,
+    Handoff,
+    Job,
+    RotatedCall,
+    RotateNarrow,
+    RowLinear,
+    WeightCache,
+)
+from lightning_megatron.layers.te_backend.operations import Heads, Operations, Rotation
 from lightning_megatron.layers.te_backend.scales import Scales
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.tensor_parallel.embedding import VocabParallelHead
@@ -86,6 +96,20 @@ class FusedColumnLinear(ColumnParallelLinear):
         padded = _padded(x, self.scales, job)
         result: Tensor = ColumnLinear.apply(padded, self.weight, self.bias, job)  # type: ignore[no-untyped-call]
         return result if padded is x else result[: x.shape[0]]
+
+    def rotated(self, x: Tensor, heads: tuple[int, int], tables: RopeTables) -> Heads:
+        """Its result as queries, keys and values, the first two rotated: see ``rotate_fused``.
+
+        The gradient comes back in 8 bits, rotated and rounded in one pass. See Note [Handed over in 8 bits].
+        """
+        ranks = self.job.axis.size if self.job.sequence_parallel else 1
+        hands_over = self.scales is not None and self.bias is None and torch.is_grad_enabled()
+        if not hands_over or self.scales is None or not is_aligned(x, self.scales, ranks=ranks):
+            return rotate_fused(self(x), heads, head_dim=tables.cos.shape[-1], tables=tables)
+        handoff = Handoff()
+        call = RotatedCall(self.job.operations, Rotation(heads, tables), handoff)
+        rotated: Heads = RotateNarrow.apply(self(x, handoff), call)  # type: ignore[no-untyped-call]
+        return rotated
 
 
 class FusedRowLinear(RowParallelLinear):

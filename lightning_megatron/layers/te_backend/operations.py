@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from lightning_megatron.layers.backend import Activation
-from lightning_megatron.layers.rope import RopeTables, rotate_fused
+from lightning_megatron.layers.rope import RopeTables, rotate_back, rotate_fused
 from lightning_megatron.layers.te_backend.scales import AttentionSlots, Slot
 
 Narrow = Any
@@ -44,10 +43,7 @@ class Rotation:
 
     def turned_back(self, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> Tensor:
         """The gradient of what was rotated, of those of the parts."""
-        back = RopeTables(self.tables.cos, -self.tables.sin)
-        fused = torch.cat([part.flatten(2) for part in (of_q, of_k, of_v)], dim=-1)
-        parts = rotate_fused(fused, self.heads, head_dim=self.head_dim, tables=back)
-        return torch.cat([part.flatten(2) for part in parts], dim=-1)
+        return rotate_back(of_q, of_k, of_v, self.tables)
 
 
 class Operations(Protocol):
@@ -89,6 +85,10 @@ class Operations(Protocol):
 
     def activate_backward_quantized(self, grad: Tensor, x: Tensor, kind: Activation, slot: Slot | None) -> Narrow:
         """``activate_backward``, quantized."""
+        ...
+
+    def turned_back_quantized(self, parts: Heads, rotation: Rotation, slot: Slot | None) -> Narrow:
+        """``Rotation.turned_back``, quantized: ``[S * B, (h + 2g) * d]``."""
         ...
 
     def product(self, weight: Narrow, x: Narrow, bias: Tensor | None, like: Tensor) -> Tensor:

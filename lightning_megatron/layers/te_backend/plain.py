@@ -110,6 +110,10 @@ class PlainOperations:
         """See ``Operations``."""
         return self.quantize(self.activate_backward(grad, x, kind), slot, record=True)
 
+    def turned_back_quantized(self, parts: Heads, rotation: Rotation, slot: Slot | None) -> Tensor | Rounded:
+        """See ``Operations``."""
+        return self.quantize(rotation.turned_back(*parts).flatten(0, 1), slot, record=True)
+
     def product(self, weight: Tensor | Rounded, x: Tensor | Rounded, bias: Tensor | None, like: Tensor) -> Tensor:
         """See ``Operations``."""
         return F.linear(_wide(x), _wide(weight), None if bias is None else bias.to(_wide(x).dtype)).to(like.dtype)

@@ -1,11 +1,11 @@
 """``TeOperations``: the operations by Transformer Engine's kernels, with this project's own where those fuse more.
 
 Note [Which kernel]
-Products and casts are Transformer Engine's. A norm or an activation that goes into a product with one factor a tensor is
-computed, rounded and written in both forms by the kernels of ``kernels/narrow.py``, in one pass over memory, or for SwiGLU in
-two where the factor is not known beforehand; Transformer Engine writes 16 bits in between, or one form at a time. Norms without
-a factor, block formats, sizes that are no whole tiles and other dtypes take that way here too, and everything on a machine
-that compiles the kernels wrongly.
+Products and casts are Transformer Engine's. What goes into a product with one factor a tensor and comes from a norm, an
+activation or a rotation backward is computed, rounded and written in both forms by this project's kernels
+(``kernels/narrow.py``, ``unrotate_narrow.py``), in one pass over memory, or in two where the factor is not known beforehand;
+Transformer Engine writes 16 bits in between, or one form at a time. Block formats, sizes that are no whole tiles and other
+dtypes take that way here too, and everything on a machine that compiles the kernels wrongly.
 """
 
 from __future__ import annotations
@@ -199,6 +199,15 @@ class TeOperations:
         if kernels is not None and slot is not None:
             return self._made(slot, partial(kernels.swiglu_backward_narrow, grad, x), True)[0]
         return self.quantize(self.activate_backward(grad, x, kind), slot, record=True)
+
+    def turned_back_quantized(self, parts: Heads, rotation: Rotation, slot: Slot | None) -> Narrow:
+        """See ``Operations``."""
+        tables = rotation.tables
+        if self._kernels is not None and slot is not None:
+            kernels = import_module("lightning_megatron.kernels.unrotate_narrow")
+            if kernels.fits(*parts, tables.cos) and kernels.is_right(self._device):
+                return self._made(slot, partial(kernels.unrotate_narrow, *parts, cos=tables.cos, sin=tables.sin), True)[0]
+        return self.quantize(rotation.turned_back(*parts).flatten(0, 1), slot, record=True)
 
     # Products. The library's dims are cuBLAS's: the first operand is the one whose dim comes to be the last of the result.
 
