@@ -4,8 +4,9 @@ from lightning_megatron.checkpoint.boxes import BoxedTensor
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.files import announce_link, forget_links, recover, recover_links
 from lightning_megatron.checkpoint.gradients import load_gradients, sum_of_own
-from lightning_megatron.checkpoint.io import Loaded, is_checkpoint, load, load_state_file, remove, save
+from lightning_megatron.checkpoint.io import Loaded, is_checkpoint, load, remove, save
 from lightning_megatron.checkpoint.saving import BackgroundSaver
+from lightning_megatron.checkpoint.single_file import load_single_file, load_state_file
 
 __all__ = [
     "CheckpointConfig",
@@ -14,6 +15,7 @@ __all__ = [
     "Loaded",
     "save",
     "load",
+    "load_single_file",
     "load_state_file",
     "load_gradients",
     "sum_of_own",

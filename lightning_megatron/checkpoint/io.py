@@ -194,24 +194,6 @@ def _targets(
     return [ModelTarget(module, index), *(OptimizerTarget(one, number, index) for number, one in enumerate(optimizers))]
 
 
-def load_state_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:
-    """Read an ordinary Lightning checkpoint: one file with a ``state_dict`` of unsharded tensors, on the CPU.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not such a checkpoint, or holds types that ``weights_only`` refuses.
-    """
-    file = Path(path)
-    if not file.exists():
-        raise FileNotFoundError(f"there is no checkpoint at {file}.")
-    if file.is_dir():
-        raise ValueError(f"{file} is a directory, not a single-file checkpoint.")
-    content = files.read_pickled(file, weights_only)
-    if not isinstance(content.get("state_dict"), dict):
-        raise ValueError(f"{file} has no state_dict; its keys are {sorted(map(str, content))[:10]}.")
-    return content
-
-
 @contextmanager
 def _dcp_errors() -> Iterator[None]:
     try:
@@ -222,4 +204,4 @@ def _dcp_errors() -> Iterator[None]:
         raise readable(error) from None
 
 
-__all__ = ["Loaded", "is_checkpoint", "load", "load_state_file", "remove", "save"]
+__all__ = ["Loaded", "is_checkpoint", "load", "remove", "save"]

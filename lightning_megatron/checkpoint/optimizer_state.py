@@ -25,7 +25,7 @@ from lightning_megatron.optim import DistributedOptimizer, Shard
 from lightning_megatron.optim.kept import Kept
 from lightning_megatron.sharding import Box
 
-_NAMES = ("params", "param_names")  # entries of a param group that list its parameters
+NAMES = ("params", "param_names")  # entries of a param group that list its parameters
 
 
 def optimizer_state(
@@ -37,7 +37,7 @@ def optimizer_state(
     slices begin and end may differ between stages, so equal parts cannot be told by their offset.
     """
     state, main = ranks.together(lambda: _own_parts(distributed_optimizer, mesh))
-    groups = _named_groups(distributed_optimizer, module, mesh, ranks)
+    groups = named_groups(distributed_optimizer, module, mesh, ranks)
     return {"state": state, "main": main, **({"param_groups": groups} if ranks.is_first else {})}
 
 
@@ -89,7 +89,7 @@ def _boxed(shard: Shard, values: Tensor | Kept, keep: Any = every_box) -> BoxedT
     return BoxedTensor.from_flat_slice(flat, shard.start, shard.stop, shard.shape, shard.sharding, keep=keep)
 
 
-def _named_groups(
+def named_groups(
     distributed_optimizer: DistributedOptimizer, module: nn.Module, mesh: Mesh, ranks: Ranks
 ) -> list[dict[str, Any]]:
     """Hyperparameters of each param group with the names of its parameters on all ranks (on the first rank)."""
@@ -103,7 +103,7 @@ def _named_groups(
     for number, group in enumerate(groups):
         members = {name for _, _, by_group in gathered for name in by_group[number]}
         ordered = sorted(members, key=lambda name: (position.get(name, len(position)), name))
-        named = {key: ordered for key in _NAMES if key in group}
+        named = {key: ordered for key in NAMES if key in group}
         result.append({**group, **named})
     return result
 
@@ -223,14 +223,14 @@ class OptimizerTarget:
         for shard, name, values in self._flat:
             states[shard][name] = values
         for shard, name, key in self._plain:
-            states[shard][name] = _placed(name, loaded[key], shard, groups.get(id(shard.main), {}))
+            states[shard][name] = placed(name, loaded[key], shard, groups.get(id(shard.main), {}))
         for shard, state in states.items():
             self._distributed.kept.install(shard, state)
         for shard in self._uncopied:
             self._distributed.refresh_shard(shard)
         for key, (number, *path) in self._paths.items():
-            if path[-1] not in _NAMES:
-                _set_hyperparameter(self._optimizer.param_groups[number], path, loaded[key])
+            if path[-1] not in NAMES:
+                set_hyperparameter(self._optimizer.param_groups[number], path, loaded[key])
 
 
 def _has_shape(entry: Any, shard: Shard) -> bool:
@@ -251,7 +251,7 @@ def _single_valued(states: dict[str, dict[str, str]], saved: dict[str, Any]) -> 
     return single
 
 
-def _placed(name: str, value: Any, shard: Shard, group: dict[str, Any]) -> Any:
+def placed(name: str, value: Any, shard: Shard, group: dict[str, Any]) -> Any:
     """A plain state where torch's optimisers keep it: step counts stay on the CPU unless a kernel reads them."""
     if not isinstance(value, Tensor):
         return value
@@ -259,7 +259,8 @@ def _placed(name: str, value: Any, shard: Shard, group: dict[str, Any]) -> Any:
     return value.clone() if on_host else value.to(shard.main.device, copy=True)
 
 
-def _set_hyperparameter(group: dict[str, Any], path: list[Any], value: Any) -> None:
+def set_hyperparameter(group: dict[str, Any], path: list[Any], value: Any) -> None:
+    """Set one entry of a param group, or of what is nested in it; a tensor is filled in place."""
     for step in path[:-1]:
         group = group[step]
     current = group.get(path[-1]) if isinstance(group, dict) else group[path[-1]]

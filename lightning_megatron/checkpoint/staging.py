@@ -54,7 +54,7 @@ class Staging:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, not copied."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_exactly(descriptor: int, target: memoryview, offset: int) -> int:

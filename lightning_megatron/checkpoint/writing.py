@@ -115,7 +115,7 @@ class _Frame:
 
     def __init__(self, like: Tensor) -> None:
         shape = like.shape
-        storage = torch.UntypedStorage(like.numel() * like.element_size())
+        storage = torch.UntypedStorage(like.numel() * like.element_size())  # type: ignore[no-untyped-call]
         self._begin, self._num_bytes = storage.data_ptr(), storage.nbytes()
         self._parts = (io.BytesIO(), io.BytesIO())
         self._found = 0

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron import checkpoint as checkpoints
-from lightning_megatron.initialize import load_unsharded
 from lightning_megatron.optim.distributed import DistributedOptimizer
 from lightning_megatron.step import TrainingEngine
 from lightning_megatron.strategy.failure import say
@@ -218,18 +217,25 @@ class CheckpointingStrategy(ProcessesStrategy):
         place_states_of_loaders(loaded.meta, self.mesh)
         saved = ours.get("layout")
         same = saved == layout_of(self.mesh)
-        if "per_token" in ours and loaded.optimizers:
+        if "per_token" in ours and path.is_file():
+            warnings.warn(
+                f"{path} was written between two optimizer steps: a single file does not hold the gradients of the batches "
+                f"before, and the next step goes without them.",
+                stacklevel=2,
+            )
+        elif "per_token" in ours and loaded.optimizers:
             self._at_start.append(partial(self._go_on_accumulating, loaded, path, same_layout=same))
         if same and "generators" in loaded.own:
             self._at_start.append(partial(restore_generators, loaded.own["generators"], self.root_device))
-        elif saved is not None:
-            changed = [f"{name} {saved[name]} -> {now}" for name, now in layout_of(self.mesh).items() if saved[name] != now]
-            if self.is_global_zero:
-                warnings.warn(
-                    f"the layout has changed ({', '.join(changed)}): the default random generators of ranks start afresh. "
-                    f"Dropout and the order of samples go on as before, as they depend on the seed and the step alone.",
-                    stacklevel=2,
-                )
+        elif saved is not None and self.is_global_zero:
+            now = layout_of(self.mesh).items()
+            changed = ", ".join(f"{name} {saved.get(name)} -> {size}" for name, size in now if saved.get(name) != size)
+            why = f"the layout has changed ({changed})" if changed else f"{path} holds none for this layout"
+            warnings.warn(
+                f"{why}: the default random generators of ranks start afresh. Dropout and the order of samples go on as "
+                f"before, as they depend on the seed and the step alone.",
+                stacklevel=2,
+            )
 
     def _go_on_accumulating(self, loaded: checkpoints.Loaded, path: Path, *, same_layout: bool) -> None:
         """Take up the gradients of the batches before; one rank has the token count of all in another layout."""
@@ -247,16 +253,23 @@ class CheckpointingStrategy(ProcessesStrategy):
     def _load(self, path: str, weights_only: bool | None) -> checkpoints.Loaded:
         """Fill the tensors."""
         module = self._ready.module
-        if not checkpoints.is_checkpoint(path):
-            meta = checkpoints.load_state_file(path, weights_only=weights_only)
-            load_unsharded(module, meta["state_dict"])
-            return checkpoints.Loaded(meta, optimizers=False)
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        if Path(path).is_file():
+            meta, restored = checkpoints.load_single_file(
+                path,
+                module=module,
+                optimizers=self._distributed,
+                mesh=self.mesh,
+                load_optimizer=fitting,
+                weights_only=weights_only,
+            )
+            return checkpoints.Loaded(meta, restored)
         return checkpoints.load(
             path,
             module=module,
             optimizers=self._distributed,
             mesh=self.mesh,
-            load_optimizer=module.trainer.state.fn == TrainerFn.FITTING,
+            load_optimizer=fitting,
             weights_only=weights_only,
             verify=self._checkpoint_config.verify,
         )

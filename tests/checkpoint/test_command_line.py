@@ -72,9 +72,7 @@ def test_verify_finds_any_damage(path: Path, damage: str, capsys: pytest.Capture
         code, text = run(capsys, command[0], path, *command[1:])
         assert code == 1
         assert name in text
-        assert bool(re.search(r"(model|optimizer_0)\.", text)) == (
-            damage in ("data", "cut", "gone")
-        )  # the message names tensors
+        assert bool(re.search(r"(model|optimizer_0)\.", text)) == (damage in ("data", "cut", "gone"))
     assert not (path.parent / "one.ckpt").exists()
 
 
