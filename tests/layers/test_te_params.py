@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import CheckpointConfig, MegatronStrategy
 from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, TeBackend, narrow_weights
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPT, GPTConfig
@@ -138,6 +138,14 @@ def test_with_a_head_in_8_bits_and_by_current_factors_too(recipe: str) -> None:
     assert_same(narrow, wide)
 
 
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_a_fused_step_and_narrow_states_work_on_main_values_alike(state_dtype: Any) -> None:
+    layout = {"optimizer": DistributedOptimizerConfig(fused_adam=state_dtype == "fp32", state_dtype=state_dtype)}
+    narrow, wide = (run_distributed(train, 2, layout, {**NARROW, "fp8_params": value}) for value in (True, False))
+    for one, other in zip(narrow, wide, strict=True):
+        assert_same(one, other)
+
+
 def test_the_model_holds_one_byte_of_each_weight_and_the_gathers_move_that() -> None:
     def look(narrow: bool) -> tuple[int, int, int]:
         noted = Look()
@@ -203,6 +211,16 @@ def test_values_are_shown_wide_and_the_8_bits_follow_what_is_loaded() -> None:
         assert holders[weight][0]._held is None
 
     run_distributed(check, 1)
+
+
+def test_weights_alone_are_loaded_and_rounded_anew(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    run_distributed(partial(train, steps=2, save=saved), 1, {}, {"fp8": "delayed"})
+    config = {"checkpoint": CheckpointConfig(weights_only=True)}
+    narrow, wide = (
+        run_distributed(partial(train, resume=saved), 1, config, {**NARROW, "fp8_params": value})[0] for value in (True, False)
+    )
+    assert_same(narrow, wide)
 
 
 # What is refused
