@@ -45,6 +45,12 @@ def prepare(path: Path) -> Path:
     return folder
 
 
+def discard(path: Path) -> None:
+    """Delete the temporary directory of a save that has failed, as far as that is possible."""
+    with suppress(OSError):
+        _delete(temporary(path))
+
+
 def write_file(folder: Path, name: str, content: bytes) -> None:
     """Write a small file and flush it to the disk."""
     with open(folder / name, "wb") as stream:

@@ -65,8 +65,8 @@ def load_gradients(path: Path, optimizers: Sequence[DistributedOptimizer], *, me
 def sum_of_own(path: Path, key: str) -> Tensor:
     """The sum of what all ranks have saved as their own under ``key``."""
     index = read_index(path)
-    names = [name for name in index.state_dict_metadata if str(name).startswith("rank.") and str(name).endswith(f".{key}")]
-    return torch.stack([reading.read_part(path, index, str(name)) for name in names]).sum(0)
+    places = [place for place in storage.places_of(index) if place.key.startswith("rank.") and place.key.endswith(f".{key}")]
+    return torch.stack([reading.read_part(path, place) for place in places]).sum(0)
 
 
 class _Shares:
@@ -81,6 +81,7 @@ class _Shares:
     def __init__(self, path: Path, index: Metadata, *, only_rank: int | None) -> None:
         self._path, self._index = path, index
         self._by_name: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+        self._places = {place.key: place for place in storage.places_of(index)}
         kinds = ("gradients",) if only_rank is None else ("gradients", "copies")
         for key, place in (index.planner_data or {}).items():
             if place[0] in kinds and only_rank in (None, int(place[1])):
@@ -103,7 +104,7 @@ class _Shares:
             assert isinstance(saved, TensorStorageMetadata)
             size = saved.size
             if (shared := _shared(box, offset, tuple(size))) is not None:
-                share = reading.read_part(self._path, self._index, key)
+                share = reading.read_part(self._path, self._places[key])
                 part[shared[0]] += share[shared[1]].to(part.device)
 
 

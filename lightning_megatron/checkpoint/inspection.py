@@ -125,17 +125,15 @@ class _Parts:
 
     def __init__(self, path: Path, index: Metadata) -> None:
         self._path, self._index = path, index
-        self._places: dict[str, list[tuple[MetadataIndex, Any]]] = {}
-        for at, info in (index.storage_data or {}).items():
-            self._places.setdefault(at.fqn, []).append((at, info))
+        self._places: dict[str, list[tuple[MetadataIndex, storage.Place]]] = {}
+        for at, place in zip(index.storage_data or {}, storage.places_of(index), strict=True):
+            self._places.setdefault(at.fqn, []).append((at, place))
 
     def of(self, key: str) -> Iterator[tuple[MetadataIndex, Tensor | io.BytesIO]]:
         """Each part with its place; a Python value as its bytes."""
         is_value = isinstance(self._index.state_dict_metadata[key], BytesStorageMetadata)
-        for at, info in self._places.get(key, ()):
-            with open(self._path / info.relative_path, "rb") as stream:
-                stream.seek(info.offset)
-                content = io.BytesIO(stream.read(info.length))
+        for at, place in self._places.get(key, ()):
+            content = reading.read_bytes(self._path, place)
             yield at, content if is_value else reading.load_tensor(content)
 
     def whole(self, key: str) -> Any:

@@ -50,8 +50,7 @@ class ChunkReader(FileSystemReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Report files that are missing, cut short or changed before anything is loaded."""
-        parts = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
-        places = [Place(at.fqn, info.relative_path, info.offset, info.length) for at, info in parts.items()]
+        places = [self._place(index) for index in dict.fromkeys(item.storage_index for item in plan.items)]
         problems = short_files(self._folder, places)
         if self._verify and self._sums is not None and not problems:
             with BlockReader(self._folder) as reader:
@@ -66,7 +65,7 @@ class ChunkReader(FileSystemReader):
         with BlockReader(self._folder, self._device) as reader:
             for item in sorted(plan.items, key=self._position):
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, io.BytesIO(_bytes_of(self._folder, self.storage_data[item.storage_index])))
+                    planner.load_bytes(item, read_bytes(self._folder, self._place(item.storage_index)))
                 elif (part := planner.kept_part(item)) is not None:
                     pieces.setdefault((id(part.values), part.piece.start), _Piece(part.values, part.piece)).add(item, part)
                 else:
@@ -91,6 +90,10 @@ class ChunkReader(FileSystemReader):
         for put_away in under_way:
             put_away()
 
+    def _place(self, index: MetadataIndex) -> Place:
+        info = self.storage_data[index]
+        return Place(index.fqn, info.relative_path, info.offset, info.length)
+
     def _position(self, item: ReadItem) -> tuple[str, int]:
         info = self.storage_data[item.storage_index]
         return info.relative_path, info.offset
@@ -101,7 +104,7 @@ class ChunkReader(FileSystemReader):
         assert isinstance(saved, TensorStorageMetadata)
         begin = None if self._sums is None else self._sums.elements.get((info.relative_path, info.offset))
         if begin is None:
-            part = load_tensor(io.BytesIO(_bytes_of(self._folder, info)))
+            part = read_part(self._folder, self._place(item.storage_index))
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dim, start, length)
             target.copy_(part)
@@ -188,16 +191,16 @@ def changed_parts(folder: Path, places: Sequence[Place]) -> list[str]:
         return reader.changed(places, sums)
 
 
-def _bytes_of(folder: Path, info: Any) -> bytes:
-    with open(folder / info.relative_path, "rb") as stream:
-        stream.seek(info.offset)
-        return stream.read(info.length)
+def read_bytes(folder: Path, place: Place) -> io.BytesIO:
+    """What lies at a place."""
+    with open(folder / place.file, "rb") as stream:
+        stream.seek(place.offset)
+        return io.BytesIO(stream.read(place.length))
 
 
-def read_part(folder: Path, index: Metadata, key: str) -> Tensor:
+def read_part(folder: Path, place: Place) -> Tensor:
     """A tensor that was saved whole by one rank, on the CPU."""
-    info = next(info for at, info in (index.storage_data or {}).items() if at.fqn == key)
-    return load_tensor(io.BytesIO(_bytes_of(folder, info)))
+    return load_tensor(read_bytes(folder, place))
 
 
 def load_tensor(source: io.BytesIO) -> Tensor:

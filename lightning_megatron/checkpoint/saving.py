@@ -58,6 +58,14 @@ class PlannedSave:
         Raises:
             RuntimeError: a rank could not write.
         """
+        try:
+            self._write(ranks, num_threads)
+        except Exception:
+            if ranks.is_first:
+                files.discard(self.path)  # the disk may be full of it
+            raise
+
+    def _write(self, ranks: Ranks, num_threads: int) -> None:
         folder = ranks.on_first(lambda: files.prepare(self.path))
         name = storage.data_file(ranks.rank)
         written = ranks.together(lambda: writing.write_data(folder, name, self.items, self.resolve, num_threads=num_threads))
