@@ -86,8 +86,7 @@ def write_data(
 def write_item(writer: _BlockWriter, name: str, item: WriteItem, resolve: Resolve) -> Callable[[], Written]:
     """Append one tensor part or pickled value to the file. What is returned tells where it lies, when all is written."""
     data, begin, elements = resolve(item), writer.position, None
-    if isinstance(data, Tensor) and _is_plain(data):
-        frame = _Frame(data)
+    if isinstance(data, Tensor) and _is_plain(data) and (frame := _Frame(data)).is_whole:
         elements = begin + len(frame.head)
         blocks = writer.append(data.detach(), head=frame.head, tail=frame.tail)
     else:
@@ -111,7 +110,12 @@ def _pickled(data: Tensor | io.BytesIO) -> bytes:
 
 
 class _Frame:
-    """What ``torch.save`` writes before and behind the elements of a tensor like the one given."""
+    """What ``torch.save`` writes before and behind the elements of a tensor like the one given.
+
+    Attributes:
+        head: before.
+        tail: behind.
+    """
 
     def __init__(self, like: Tensor) -> None:
         shape = like.shape
@@ -121,8 +125,12 @@ class _Frame:
         self._found = 0
         strides = torch.empty(shape, device="meta").stride()
         torch.save(torch.empty(0, dtype=like.dtype).set_(storage, 0, shape, strides), self)  # type: ignore[arg-type]
-        assert self._found == self._num_bytes, "torch.save has not written the elements from where they are"
         self.head, self.tail = (memoryview(part.getvalue()) for part in self._parts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it was made as it is meant to be: ``torch.save`` might come to copy elements before it writes them."""
+        return self._found == self._num_bytes
 
     def write(self, data: Any) -> int:
         """Take what belongs to the frame."""
