@@ -61,11 +61,11 @@ def held_rows() -> None:
             losses = losses + z_loss * real.logsumexp(-1).square() * (labels != -100)
             (slopes,) = torch.autograd.grad(losses.sum(), real)
             print(f"slots held {columns}: {cross_entropy_held.num_slots(logits, words)}", flush=True)
-            for sweep in (None, kernels.LOSSES, kernels.Sweep(8, 4, 2)):
+            for holds, sweep in ((True, kernels.LOSSES), (False, kernels.LOSSES), (False, kernels.Sweep(8, 4, 2))):
                 own = logits.clone()
                 terms = {"num_real": words, "ignore_index": -100, "label_smoothing": smoothing, "z_loss": z_loss}
-                found = kernels.losses_with_gradient(own, labels, **terms, sweep=sweep)  # type: ignore[arg-type]
-                name = f"{'held' if sweep is None else sweep.warps} {columns} {dtype} {smoothing}"
+                found = kernels.losses_with_gradient(own, labels, **terms, sweep=sweep, holds=holds)  # type: ignore[arg-type]
+                name = f"{'held' if holds else sweep.warps} {columns} {dtype} {smoothing}"
                 check(f"losses {name}", found, losses, 2e-5)
                 check(f"slopes {name}", own[:, :words], slopes, 5e-3 if dtype == torch.bfloat16 else 2e-5)
                 # Small probabilities count as well.
@@ -88,7 +88,7 @@ def sweep_speed() -> None:
     for warps, steps, programs in ((32, 4, 0), (16, 4, 0), (32, 4, 1)):
         sweep = kernels.Sweep(warps, steps, programs)
         # Each run takes the last one's gradients for logits: as many bytes, and other numbers.
-        time = milliseconds(partial(kernels.losses_with_gradient, logits, ids, **terms, sweep=sweep))  # type: ignore[arg-type]
+        time = milliseconds(partial(kernels.losses_with_gradient, logits, ids, **terms, sweep=sweep, holds=False))  # type: ignore[arg-type]
         print(f"losses {sweep!s:60s} {time:7.3f} ms {2 * n * v * 2 / time / 1e6:7.0f} GB/s of read and write", flush=True)
     losses = torch.empty(n, device=DEVICE)
     for warps, steps in ((16, 2), (16, 1), (32, 1), (8, 4), (8, 2)):
