@@ -78,7 +78,7 @@ def fits(fused: Tensor, cos: Tensor) -> bool:
 def are_right(device: torch.device) -> bool:
     """Whether this machine compiles the kernels rightly. Waits for the device."""
     generator = torch.Generator(device).manual_seed(0)
-    heads, size = (4, 2), 64
+    heads, size = (4, 2), 128
     fused = torch.randn(32, 2, 8 * size, device=device, dtype=torch.bfloat16, generator=generator)
     angles = torch.rand(32, 1, 1, size // 2, device=device, generator=generator).repeat(1, 1, 1, 2) * 6.0
     cos, sin = angles.cos(), angles.sin()

@@ -9,6 +9,7 @@ it, by factors that it is given, and it returns the largest magnitude of all tha
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -58,10 +59,7 @@ class TeAttention:
         self._device = device
         self._weights_scale = torch.full((1,), WEIGHTS_SCALE, device=device)
         self._lengths: dict[tuple[int, int], Tensor] = {}
-        self._kernels: Any = None
-        if fused and available():
-            kernels = import_module("lightning_megatron.kernels.rope_narrow")
-            self._kernels = kernels if kernels.are_right(device) else None
+        self._kernels: Any = _checked_kernels(device) if fused and available() else None
 
     def attend(
         self, given: Tensor | Heads, slots: AttentionSlots, *, rotation: Rotation | None, record: bool
@@ -167,6 +165,22 @@ class TeAttention:
         if key not in self._lengths:
             self._lengths[key] = torch.arange(batch + 1, dtype=torch.int32, device=self._device) * size
         return self._lengths[key]
+
+
+def _checked_kernels(device: torch.device) -> Any:
+    kernels = import_module("lightning_megatron.kernels.rope_narrow")
+    try:
+        why = None if kernels.are_right(device) else "wrongly"
+    except Exception as error:  # whatever a compiler says of a machine that it does not know
+        why = f"not at all ({type(error).__name__}: {error})"
+    if why is None:
+        return kernels
+    warnings.warn(
+        f"Triton compiles the kernels between rotation and 8-bit attention {why} on this machine; more passes over memory "
+        f"take their place.",
+        stacklevel=2,
+    )
+    return None
 
 
 def _joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
