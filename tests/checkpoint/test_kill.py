@@ -46,7 +46,8 @@ class Moments:
         self.folder, self.at, self.everyone = str(folder), at if victim == _rank() else -1, everyone
         self.count = 0
         sys.addaudithook(self._audit)
-        for module, name in ((writing, "write_item"), (files, "_exchange"), (files, "sync_directory")):
+        watched = ((writing, "write_item"), (writing, "write_exactly"), (files, "_exchange"), (files, "sync_directory"))
+        for module, name in watched:
             setattr(module, name, self._wrapped(getattr(module, name)))
 
     def _audit(self, event: str, arguments: Any) -> None:
@@ -141,8 +142,8 @@ def test_last_is_whole_after_a_kill_at_any_moment(mode: Any, tmp_path: Path, mon
     monkeypatch.setattr(lightning_megatron.testing, "_GRACE_SECONDS", 0.5)
     counts = run_distributed(saving, RANKS, tmp_path / "dry", mode)
     dice = random.Random(str(mode))
-    cases, killed = [], 0
-    for number in range(MODES[mode]):
+    cases, killed, number = [], 0, 0
+    while killed < MODES[mode] and number < 2 * MODES[mode]:  # threads count their moments a little differently each time
         victim, folder = dice.choice([0, 0, 1]), tmp_path / str(number)
         at = dice.randrange(counts[victim] // 3, counts[victim] - 2)
         try:
@@ -150,7 +151,8 @@ def test_last_is_whole_after_a_kill_at_any_moment(mode: Any, tmp_path: Path, mon
         except AssertionError as error:
             killed += "died" in str(error)
         cases.append((folder, mode))
-    assert killed >= MODES[mode] - 1  # threads count their moments a little differently each time
+        number += 1
+    assert killed == MODES[mode]
     for (folder, _), (step, left, said, clean, tree) in zip(cases, run_distributed(resume, 1, cases)[0], strict=True):
         noted = int(Path(f"{folder}.diary").read_text().rsplit("\n", 2)[-2])
         assert step >= noted - (1 if mode[0] else 0), f"{folder}: step {noted} was saved, and {step} found in {tree}"
