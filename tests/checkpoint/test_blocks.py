@@ -53,9 +53,9 @@ def test_a_file_that_ends_in_the_middle_of_a_tensor_is_named(tmp_path: Path) -> 
     (tmp_path / "f").write_bytes(bytes(1000))
     wanted = list(blocks.transfers("f", 8, torch.float32, sizes=(300,), offsets=(0,), target=torch.zeros(300)))
     with blocks.BlockReader(tmp_path) as reader:
-        *_, last = reader.start(wanted)
+        first, *_ = reader.start(wanted)
         with pytest.raises(RuntimeError, match="f ends at byte 1000"):
-            last.result()
+            first.result()
 
 
 def test_a_place_is_made_of_all_its_blocks_or_of_none() -> None:
