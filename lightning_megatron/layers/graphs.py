@@ -122,7 +122,13 @@ class LayerGraphs:
         if hook is not None:
             self._warn(f"{hook} has hooks of its own, which a replay would not run")
             return False
-        return not params or any(is_summed(param) for param in params)  # else there has been no backward yet
+        if params and not any(is_summed(param) for param in params):
+            return False  # there has been no backward yet
+        if any(param.is_cuda and not is_summed(param) for param in params):
+            # Seen with torch 2.11: such a stack's weights were not those of a run without graphs.
+            self._warn("autograd adds up the gradients of biases or LayerNorms, which a graph has been seen to get wrong")
+            return False
+        return True
 
     def _capture(self, hidden: Tensor, context: SequenceContext) -> CapturedLayers:
         if self._recorder is None:
