@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.staging import BLOCK_BYTES, NUM_THREADS, Staging, raw_bytes, read_exactly
+from lightning_megatron.checkpoint.staging import BLOCK_BYTES, Staging, num_threads, raw_bytes, read_exactly
 from lightning_megatron.checkpoint.storage import Place, Sums
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -103,8 +103,8 @@ class BlockReader:
 
     def __init__(self, folder: Path, device: torch.device | None = None) -> None:
         self._folder = folder
-        self._pool = ThreadPoolExecutor(NUM_THREADS, "checkpoint-reader")
-        self._staging = Staging(NUM_THREADS, device)
+        self._pool = ThreadPoolExecutor(num_threads(), "checkpoint-reader")
+        self._staging = Staging(num_threads(), device)
         self._descriptors: dict[str, int] = {}
 
     def __enter__(self) -> BlockReader:

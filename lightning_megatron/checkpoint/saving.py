@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from lightning_megatron.checkpoint import files, storage, writing
 from lightning_megatron.checkpoint.planner import StrictSavePlanner
 from lightning_megatron.checkpoint.ranks import Ranks
-from lightning_megatron.checkpoint.staging import NUM_THREADS, NUM_THREADS_BESIDE
+from lightning_megatron.checkpoint.staging import NUM_THREADS_BESIDE
 from lightning_megatron.checkpoint.writing import Resolve
 from lightning_megatron.comm import all_gather_object, all_reduce
 from lightning_megatron.mesh import Axis
@@ -52,8 +52,8 @@ class PlannedSave:
     metadata: Metadata | None
     meta: bytes
 
-    def write(self, ranks: Ranks, *, num_threads: int = NUM_THREADS) -> None:
-        """The second half, on so many threads. All ranks call it together.
+    def write(self, ranks: Ranks, *, num_threads: int | None = None) -> None:
+        """The second half, on so many threads (by default as many as suit the machine). All ranks call it together.
 
         Raises:
             RuntimeError: a rank could not write.
@@ -65,7 +65,7 @@ class PlannedSave:
                 files.discard(self.path)  # the disk may be full of it
             raise
 
-    def _write(self, ranks: Ranks, num_threads: int) -> None:
+    def _write(self, ranks: Ranks, num_threads: int | None) -> None:
         folder = ranks.on_first(lambda: files.prepare(self.path))
         name = storage.data_file(ranks.rank)
         written = ranks.together(lambda: writing.write_data(folder, name, self.items, self.resolve, num_threads=num_threads))

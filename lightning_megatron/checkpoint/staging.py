@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = 2**23
-NUM_THREADS = 8
 NUM_THREADS_BESIDE = 2  # while the training has better uses for the cores
+_MOST_THREADS = 8
 
 
 class Staging:
@@ -50,6 +50,15 @@ class Staging:
     def _make(self) -> tuple[Tensor, Any]:
         stream = None if self._device is None else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=stream is not None), stream
+
+
+def num_threads() -> int:
+    """How many threads read or write: one for each core that this process may use, 2 to 8 of them.
+
+    More than the cores take turns, and so ask for the blocks of a file out of order.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, min(cores, _MOST_THREADS))
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

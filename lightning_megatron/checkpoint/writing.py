@@ -27,16 +27,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from lightning_megatron.checkpoint.staging import (
-    BLOCK_BYTES,
-    NUM_THREADS,
-    Staging,
-    raw_bytes,
-    write_exactly,
-)
+from lightning_megatron.checkpoint import staging
+from lightning_megatron.checkpoint.staging import BLOCK_BYTES, Staging, raw_bytes, write_exactly
 
 Resolve = Callable[[WriteItem], Tensor | io.BytesIO]
-_IN_FLIGHT_BYTES = NUM_THREADS * BLOCK_BYTES
+_IN_FLIGHT_BYTES = 2**26
 _EMPTY = memoryview(b"")
 
 
@@ -62,7 +57,7 @@ class Written:
 
 
 def write_data(
-    folder: Path, name: str, items: Sequence[WriteItem], resolve: Resolve, *, num_threads: int = NUM_THREADS
+    folder: Path, name: str, items: Sequence[WriteItem], resolve: Resolve, *, num_threads: int | None = None
 ) -> list[Written]:
     """Write one rank's file and flush it to the disk. Little more than one item at a time is in memory because of it.
 
@@ -71,12 +66,12 @@ def write_data(
         name: the file's name in it.
         items: what to write; if there are none, no file is made.
         resolve: gives the tensor, on any device, or the bytes of an item.
-        num_threads: that write.
+        num_threads: that write; by default as many as suit the machine.
     """
     if not items:
         return []
     with open(folder / name, "wb", buffering=0) as raw, _without_inner_checksums():
-        with _BlockWriter(raw.fileno(), num_threads) as writer:
+        with _BlockWriter(raw.fileno(), num_threads or staging.num_threads()) as writer:
             pending = [write_item(writer, name, item, resolve) for item in items]
         written = [finish() for finish in pending]
         os.fsync(raw.fileno())
