@@ -19,7 +19,6 @@ from lightning_megatron.comm import all_reduce
 from lightning_megatron.initialize import materialize
 from lightning_megatron.layers.choice import choose_backend
 from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, Scales, TeBackend
-from lightning_megatron.layers.te_backend.modules import FusedColumnLinear
 from lightning_megatron.mesh import Mesh, use_mesh
 from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.parallelism import Parallelism
@@ -235,34 +234,6 @@ def test_a_weight_is_rounded_once_for_all_micro_batches_of_a_step() -> None:
     step(model, backend, tokens(), lr=0.1)
     gradients(model, tokens())
     assert operations.num_weights == 16
-
-
-class Turning(PlainOperations):
-    num_turned = 0
-
-    def turned_back_quantized(self, *args: Any) -> Any:
-        self.num_turned += 1
-        return super().turned_back_quantized(*args)
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_a_gradient_rotated_back_is_handed_over_in_8_bits_as_the_projection_would_round_it(
-    recipe: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for hands_over in (True, False):
-        if not hands_over:
-            monkeypatch.setattr(FusedColumnLinear, "rotated", None)
-        fp8 = Fp8Options(recipe=recipe)
-        operations = Turning(fp8)
-        backend = TeBackend(operations, fp8)
-        model = GPT(LLAMA, seed=5, backend=backend)
-        step(model, backend, tokens())
-        step(model, backend, tokens())
-        found.append(gradients(model, tokens(length=25)))
-        assert operations.num_turned == (3 * 2 if hands_over else 0)
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
-    assert all(bool(value.isfinite().all()) for value in found[0].values())
 
 
 # Factors
