@@ -61,6 +61,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw-fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.1),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.5, centered=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2, momentum_decay=1e-2),
     "user": lambda params: Lion(params, lr=1e-2),
 }
 
