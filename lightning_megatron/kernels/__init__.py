@@ -1,4 +1,7 @@
-"""Triton kernels for what is bound by memory. Each file imports Triton, so import one only where ``available()``."""
+"""Triton kernels for what is bound by memory, and products by algorithms that were timed (``products.py``).
+
+Each file of kernels imports Triton, so import one only where ``available()``.
+"""
 
 from __future__ import annotations
 
