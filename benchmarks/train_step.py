@@ -140,6 +140,23 @@ def _rest() -> None:
         torch.cuda.synchronize()
 
 
+_NARROW = ("fp8_head", "fp8_attention", "fp8_params", "fp8_fast_gradients")
+
+
+def _strategy(options: argparse.Namespace) -> MegatronStrategy:
+    """As a user would write it with these options."""
+    backend: dict[str, Any] = {"backend": options.backend} if options.backend else {}
+    backend |= {"recompute": options.recompute.split(",")} if options.recompute else {}
+    backend |= {"offload_activations": options.offload, "cuda_graphs": options.graphs, "tp_overlap": options.tp_overlap}
+    layout = {name: getattr(options, name) for name in ("tp", "pp", "vpp", "cp")}
+    return MegatronStrategy(**layout, micro_batch_size=options.mbs, tune_products=options.tune, **backend)
+
+
+def _precision(options: argparse.Namespace) -> MegatronPrecision:
+    narrow = {name: getattr(options, name) for name in _NARROW}
+    return MegatronPrecision("bf16-mixed", **({"fp8": options.fp8, **narrow} if options.fp8 else {}))
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Train and time; the result on rank 0 is complete."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -148,18 +165,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     together = (options.warmup, options.warmup + options.steps - 1) if options.bare else None
     clock = Clock(options.warmup + options.steps if options.profile else -1, together)
     num_steps = options.warmup + options.steps + options.profile
-    backend: dict[str, Any] = {"backend": options.backend} if options.backend else {}
-    backend |= {"recompute": options.recompute.split(",")} if options.recompute else {}
-    backend |= {"offload_activations": options.offload, "cuda_graphs": options.graphs, "tp_overlap": options.tp_overlap}
-    backend |= {"tune_products": options.tune}
-    strategy = MegatronStrategy(
-        tp=options.tp, pp=options.pp, vpp=options.vpp, cp=options.cp, micro_batch_size=options.mbs, **backend
-    )
-    narrow = {name: getattr(options, name) for name in ("fp8_head", "fp8_attention", "fp8_params", "fp8_fast_gradients")}
-    fp8: dict[str, Any] = {"fp8": options.fp8, **narrow} if options.fp8 else {}
+    strategy, precision = _strategy(options), _precision(options)
     trainer = L.Trainer(
         strategy=strategy,
-        plugins=[MegatronPrecision("bf16-mixed", **fp8)],
+        plugins=[precision],
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         max_steps=num_steps,
@@ -189,7 +198,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     rate = options.gbs * options.seq / seconds / world
     flops = rate * config.flops_per_token(options.seq)
-    names = ("tp", "pp", "vpp", "cp", "seq", "mbs", "gbs", "fp8", *narrow, "backend")
+    names = ("tp", "pp", "vpp", "cp", "seq", "mbs", "gbs", "fp8", *_NARROW, "backend")
     layout = {name: getattr(options, name) for name in names}
     if trainer.global_rank == 0 and clock.profile is not None:
         print(table_of(clock.profile), flush=True)

@@ -14,11 +14,7 @@ of 132 multiprocessors all of it, in 50 MB.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from typing import Any
 
 import torch
 import triton
@@ -48,9 +44,6 @@ class Sweep:
 
 STATS = Sweep(warps=8, steps=4)
 LOSSES = Sweep(warps=32, steps=4)
-HOLDS = (
-    False  # until it has been timed: swept, llama-8b-8l's 8192 rows take 1.209 ms on an H200 (tests/gpu/head_loss.py --speed)
-)
 
 
 def local_stats(logits: Tensor, target: Tensor, mine: Tensor, *, num_real: int, sums: bool, sweep: Sweep = STATS) -> Tensor:
@@ -85,7 +78,6 @@ def losses_with_gradient(
     label_smoothing: float,
     z_loss: float,
     sweep: Sweep = LOSSES,
-    holds: bool = HOLDS,
 ) -> Tensor:
     """Losses ``[N, C], [N] -> fp32 [N]`` over a whole vocabulary; ``logits`` become the gradient of each row's loss.
 
@@ -97,22 +89,10 @@ def losses_with_gradient(
         label_smoothing: see ``tensor_parallel.cross_entropy``.
         z_loss: likewise.
         sweep: how rows are swept.
-        holds: hold them in shared memory instead (cross_entropy_held.py), where that works.
     """
     num, columns = logits.shape
     losses = logits.new_empty(num, dtype=torch.float32)
-    holding = _holding(logits.device) if holds and logits.is_cuda else None
-    if holding is not None and holding.num_slots(logits, num_real):
-        holding.losses_with_gradient(
-            logits,
-            labels,
-            losses,
-            num_real=num_real,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-        )
-    elif num:
+    if num:
         with torch.cuda.device_of(logits):
             _cross_entropy_losses[_grid(logits, sweep)](
                 *(logits, labels, losses, num, columns, num_real),
@@ -122,29 +102,6 @@ def losses_with_gradient(
                 **_tile(logits, sweep),
             )
     return losses
-
-
-@cache
-def _holding(device: torch.device) -> Any:
-    """cross_entropy_held.py, if this machine has its language, which is new, and compiles it rightly; else ``None``."""
-    try:
-        found = import_module("lightning_megatron.kernels.cross_entropy_held")
-        generator = torch.Generator(device).manual_seed(0)
-        logits = torch.randn((600, 9008), device=device, generator=generator).bfloat16()
-        labels, other = torch.arange(600, device=device) * 15, logits.clone()
-        labels[::5] = -1
-        terms: dict[str, Any] = {"num_real": 8999, "ignore_index": -1, "label_smoothing": 0.1, "z_loss": 0.01}
-        losses = found.losses_with_gradient(logits, labels, torch.empty(600, device=device), **terms)
-        expected = losses_with_gradient(other, labels, **terms, holds=False)
-        is_right = torch.allclose(losses, expected, rtol=1e-4) and torch.allclose(logits, other, rtol=1e-2, atol=1e-6)
-    except ImportError:
-        return None
-    except Exception as error:  # whatever a compiler may say
-        warnings.warn(f"Rows of logits are swept twice instead of held in shared memory: {error}", stacklevel=2)
-        return None
-    if not is_right:
-        warnings.warn("Triton compiles cross_entropy_held.py wrongly here; rows are swept twice instead.", stacklevel=2)
-    return found if is_right else None
 
 
 def gradient(

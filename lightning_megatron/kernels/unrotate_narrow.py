@@ -112,8 +112,21 @@ def _back(q, k, v, tokens, head, c, s, strides, num_batch, num_q, num_kv, HALF: 
 
 
 @triton.jit
-def _largest_of(one, two):
-    return tl.max(tl.maximum(tl.abs(one), tl.abs(two)))
+def _token_back(q, k, v, cos, sin, tokens, head, strides, num_batch, num_q, num_kv, HALF: tl.constexpr):
+    # The same with the tokens' own angles, and the largest magnitude.
+    table = (tokens // num_batch)[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    c, s = tl.load(cos + table), tl.load(sin + table)
+    one, two = _back(q, k, v, tokens, head, c, s, strides, num_batch, num_q, num_kv, HALF)
+    return one, two, tl.max(tl.maximum(tl.abs(one), tl.abs(two)))
+
+
+@triton.jit
+def _store_row(place, one, two, factor, HALF: tl.constexpr):
+    # Rounds both halves of a head and writes them; what was rounded, in fp32.
+    one, two = _rounded(one, factor, 57344.0), _rounded(two, factor, 57344.0)
+    tl.store(place, one.to(tl.float8e5))
+    tl.store(place + HALF, two.to(tl.float8e5))
+    return one, two
 
 
 @triton.jit
@@ -161,24 +174,15 @@ def _unrotate_narrow(
         packed_two = tl.zeros((TOKENS // 4, HALF), dtype=tl.int32)
         for pair in tl.static_range(2):
             token = words * 4 + 2 * pair
-            table = (token // num_batch)[:, None] * (2 * HALF) + column[None, :]
-            next_table = ((token + 1) // num_batch)[:, None] * (2 * HALF) + column[None, :]
-            one, two = _back(
-                q, k, v, token, head, tl.load(cos + table), tl.load(sin + table), strides, num_batch, num_q, num_kv, HALF
-            )
-            c, s = tl.load(cos + next_table), tl.load(sin + next_table)
-            next_one, next_two = _back(q, k, v, token + 1, head, c, s, strides, num_batch, num_q, num_kv, HALF)
-            largest = tl.maximum(largest, tl.maximum(_largest_of(one, two), _largest_of(next_one, next_two)))
+            one, two, met = _token_back(q, k, v, cos, sin, token, head, strides, num_batch, num_q, num_kv, HALF)
+            after, behind, more = _token_back(q, k, v, cos, sin, token + 1, head, strides, num_batch, num_q, num_kv, HALF)
+            largest = tl.maximum(largest, tl.maximum(met, more))
             if not FIRST:
-                one, next_one = _rounded(one, factor, 57344.0), _rounded(next_one, factor, 57344.0)
-                two, next_two = _rounded(two, factor, 57344.0), _rounded(next_two, factor, 57344.0)
                 place = rows + token[:, None] * width + head * 2 * HALF + column[None, :]
-                tl.store(place, one.to(tl.float8e5))
-                tl.store(place + HALF, two.to(tl.float8e5))
-                tl.store(place + width, next_one.to(tl.float8e5))
-                tl.store(place + width + HALF, next_two.to(tl.float8e5))
-                packed_one = packed_one | (_pair(one, next_one, True) << (16 * pair))
-                packed_two = packed_two | (_pair(two, next_two, True) << (16 * pair))
+                one, two = _store_row(place, one, two, factor, HALF)
+                after, behind = _store_row(place + width, after, behind, factor, HALF)
+                packed_one = packed_one | (_pair(one, after, True) << (16 * pair))
+                packed_two = packed_two | (_pair(two, behind, True) << (16 * pair))
         if not FIRST:
             across = columns + (head * 2 * HALF + column)[:, None].to(tl.int64) * (num // 4) + words[None, :]
             tl.store(across, tl.trans(packed_one))

@@ -140,25 +140,14 @@ class MegatronStrategy(SteppingStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self._take_model_options(backend, plan, compiles=compile_pointwise)
-        self._tune_products = tune_products
+        self._take_model_options(backend, plan, compiles=compile_pointwise, tunes=tune_products)
         self._schedule = frozen(schedule)
-        parallelism = Parallelism(
-            tp=tp,
-            pp=pp,
-            cp=cp,
-            vpp=vpp,
-            ep=ep,
-            etp=etp,
-            sequence_parallel=sequence_parallel,
-            tp_overlap=tp_overlap,
-            order=order,
-            pipeline_layout=parse_layout(pipeline_layout),
-            placement=style_for(self._schedule, pp, vpp, num_microbatches),
-            cp_comm=cp_comm,
-            cp_a2a=cp_a2a,
-            cp_kernel=cp_kernel,
-        )
+        sizes: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "vpp": vpp, "ep": ep, "etp": etp}
+        sequence: dict[str, Any] = {"sequence_parallel": sequence_parallel, "tp_overlap": tp_overlap}
+        sequence |= {"cp_comm": cp_comm, "cp_a2a": cp_a2a, "cp_kernel": cp_kernel}
+        placement = style_for(self._schedule, pp, vpp, num_microbatches)
+        stages = parse_layout(pipeline_layout)
+        parallelism = Parallelism(**sizes, **sequence, order=order, pipeline_layout=stages, placement=placement)
         super().__init__(
             parallelism,
             accelerator=accelerator,
@@ -172,8 +161,12 @@ class MegatronStrategy(SteppingStrategy):
         self._take_batch_options(micro_batch_size, num_microbatches, shard_batch=shard_batch)
         self._take_training_options(optimizer, checkpoint, gc_interval_steps=gc_interval_steps)
 
-    def _take_model_options(self, backend: BackendName, plan: dict[str, str] | None, *, compiles: bool) -> None:
+    def _take_model_options(
+        self, backend: BackendName, plan: dict[str, str] | None, *, compiles: bool, tunes: bool | str
+    ) -> None:
+        """What layers are built of and multiply by."""
         options.refuse_later(backend=backend, plan=plan)
+        self._tune_products = tunes
         self._wanted_backend: dict[str, Any] = {"name": backend, "compiles": compiles}
         self._backend: Backend | None = None
 

@@ -46,10 +46,8 @@ def heads() -> None:
                 compare(f"head and loss {columns} smoothing {smoothing}", run, reference, *given)
 
 
-def held_rows() -> None:
-    """More rows than programs, held in shared memory and swept, against torch: losses and gradients over the logits."""
-    from lightning_megatron.kernels import cross_entropy_held
-
+def swept_rows() -> None:
+    """More rows than programs, against torch: losses and gradients over the logits."""
     for words, columns in ((128256, 128256), (151643, 151936), (32000, 32000), (50257, 50304), (8200, 8208)):
         for smoothing, z_loss, dtype in ((0.0, 0.0, torch.bfloat16), (0.1, 1e-3, torch.bfloat16), (0.1, 1e-3, torch.float32)):
             logits = random(700, columns, dtype=dtype, scale=3.0)
@@ -60,12 +58,11 @@ def held_rows() -> None:
             losses = F.cross_entropy(real, labels, reduction="none", label_smoothing=smoothing)
             losses = losses + z_loss * real.logsumexp(-1).square() * (labels != -100)
             (slopes,) = torch.autograd.grad(losses.sum(), real)
-            print(f"slots held {columns}: {cross_entropy_held.num_slots(logits, words)}", flush=True)
-            for holds, sweep in ((True, kernels.LOSSES), (False, kernels.LOSSES), (False, kernels.Sweep(8, 4, 2))):
+            for sweep in (kernels.LOSSES, kernels.Sweep(8, 4, 2)):
                 own = logits.clone()
                 terms = {"num_real": words, "ignore_index": -100, "label_smoothing": smoothing, "z_loss": z_loss}
-                found = kernels.losses_with_gradient(own, labels, **terms, sweep=sweep, holds=holds)  # type: ignore[arg-type]
-                name = f"{'held' if holds else sweep.warps} {columns} {dtype} {smoothing}"
+                found = kernels.losses_with_gradient(own, labels, **terms, sweep=sweep)  # type: ignore[arg-type]
+                name = f"{sweep.warps} {columns} {dtype} {smoothing}"
                 check(f"losses {name}", found, losses, 2e-5)
                 check(f"slopes {name}", own[:, :words], slopes, 5e-3 if dtype == torch.bfloat16 else 2e-5)
                 # Small probabilities count as well.
@@ -76,11 +73,8 @@ def held_rows() -> None:
 
 def sweep_speed() -> None:
     """Ways to sweep the logits of llama-8b-8l, 8192 tokens."""
-    from lightning_megatron.kernels import cross_entropy_held
-
     n, v = 8192, 128256
     logits, ids = random(n, v), torch.randint(v, (n,), device=DEVICE)
-    print(f"rows are held: {kernels._holding(logits.device) is not None}", flush=True)
     mine = torch.ones(n, dtype=torch.bool, device=DEVICE)
     time = milliseconds(partial(kernels.local_stats, logits, ids, mine, num_real=v, sums=False))
     print(f"stats  {kernels.STATS!s:60s} {time:7.3f} ms {n * v * 2 / time / 1e6:7.0f} GB/s", flush=True)
@@ -88,14 +82,8 @@ def sweep_speed() -> None:
     for warps, steps, programs in ((32, 4, 0), (16, 4, 0), (32, 4, 1)):
         sweep = kernels.Sweep(warps, steps, programs)
         # Each run takes the last one's gradients for logits: as many bytes, and other numbers.
-        time = milliseconds(partial(kernels.losses_with_gradient, logits, ids, **terms, sweep=sweep, holds=False))  # type: ignore[arg-type]
+        time = milliseconds(partial(kernels.losses_with_gradient, logits, ids, **terms, sweep=sweep))  # type: ignore[arg-type]
         print(f"losses {sweep!s:60s} {time:7.3f} ms {2 * n * v * 2 / time / 1e6:7.0f} GB/s of read and write", flush=True)
-    losses = torch.empty(n, device=DEVICE)
-    for warps, steps in ((16, 2), (16, 1), (32, 1), (8, 4), (8, 2)):
-        held = cross_entropy_held.Held(warps, steps)
-        run = partial(cross_entropy_held.losses_with_gradient, logits, ids, losses, **terms, held=held)  # type: ignore[arg-type]
-        time = milliseconds(run)
-        print(f"losses {held!s:60s} {time:7.3f} ms {2 * n * v * 2 / time / 1e6:7.0f} GB/s of read and write", flush=True)
     x, factors = random(n, 4096), torch.rand(n, device=DEVICE)
     print(f"scaled rows {milliseconds(partial(kernels.scale_rows, x, factors, out=x)):7.3f} ms", flush=True)
 
@@ -129,7 +117,7 @@ def head_speed() -> None:
 def main() -> None:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    for group in (sweep_speed, head_speed) if "--speed" in sys.argv else (heads, held_rows):
+    for group in (sweep_speed, head_speed) if "--speed" in sys.argv else (heads, swept_rows):
         try:
             group()
         except Exception as error:
