@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_megatron.pipeline.backward_split import Held
@@ -64,7 +64,8 @@ class DroppedOutputs:
             inputs: tensors, and what else it takes.
         """
         if self._sources is not None and output.requires_grad and _is_plain(output):
-            self._sources[output.untyped_storage()._cdata] = _Source(output, again, inputs)
+            kept = tuple(self._pack(one.detach()) if isinstance(one, Tensor) else one for one in inputs)
+            self._sources[output.untyped_storage()._cdata] = _Source(output, again, kept)
 
     def _pack(self, tensor: Tensor) -> Held:
         source = None
@@ -125,7 +126,7 @@ class _Source:
 
     Args:
         output: with its storage and version known, it is let go.
-        again, inputs: see ``DroppedOutputs.drop``.
+        again, inputs: see ``DroppedOutputs.drop``; tensors as they are held.
     """
 
     def __init__(self, output: Tensor, again: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
@@ -133,10 +134,7 @@ class _Source:
         # While it is here no other storage has the same address.
         self._storage = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]
         self._geometry = output.size(), output.stride(), output.storage_offset(), output.untyped_storage().nbytes()
-        self._again, self._autocast = again, _autocast_state()
-        self._inputs = tuple(None if isinstance(one, Tensor) else one for one in inputs)
-        self._places = [place for place, one in enumerate(inputs) if isinstance(one, Tensor)]
-        self._saved = _save(inputs[place] for place in self._places)
+        self._again, self._autocast, self._inputs = again, _autocast_state(), inputs
         self.num_uses = 0
         self._made: Tensor | None = None
 
@@ -148,9 +146,7 @@ class _Source:
         return made
 
     def _make(self) -> Tensor:
-        inputs = list(self._inputs)
-        for place, tensor in zip(self._places, self._saved.saved_tensors, strict=True):  # type: ignore[attr-defined]
-            inputs[place] = tensor
+        inputs = [one.get() if isinstance(one, Held) else one for one in self._inputs]
         with torch.no_grad(), ExitStack() as stack:
             for then, now in zip(self._autocast, _autocast_state(), strict=True):
                 if then != now:
@@ -162,25 +158,6 @@ class _Source:
             laid_out = made.new_empty(num_bytes // made.element_size()).as_strided(size, stride, offset)
             made = laid_out.copy_(made)
         return made
-
-
-class _Save(torch.autograd.Function):
-    """Keeps tensors as any function does: under the hooks around it, with their versions looked at."""
-
-    @staticmethod
-    def forward(ctx: Any, start: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return start.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise AssertionError("nothing is differentiated here")
-
-
-def _save(tensors: Iterator[Tensor]) -> Node:
-    saved: Tensor = _Save.apply(torch.empty(0, requires_grad=True), *(one.detach() for one in tensors))  # type: ignore[no-untyped-call]
-    assert saved.grad_fn is not None
-    return saved.grad_fn
 
 
 def _autocast_state() -> list[tuple[str, bool, torch.dtype]]:
