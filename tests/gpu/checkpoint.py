@@ -29,7 +29,7 @@ from lightning_megatron.optim import DistributedOptimizer, DistributedOptimizerC
 from lightning_megatron.parallelism import Parallelism
 
 DEVICE = torch.device("cuda", 0)
-SIZE, NUM_LAYERS, BUCKET_MB = 3000, 12, 64.0  # 108 million parameters; a layer is no whole number of blocks or pieces
+SIZE, NUM_LAYERS, BUCKET_MB = 3000, 4, 64.0  # 36 million parameters; a layer is no whole number of blocks or pieces
 KEPT: dict[str, dict[str, Any]] = {
     "fp32": {},
     "unfused": {"fused_adam": False},

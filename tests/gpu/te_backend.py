@@ -149,6 +149,8 @@ def pointwise(fast: Any, plain: Any, slots: list[Any], inputs: dict[str, Tensor]
         wide["rstd"] = rstd.flatten()
         narrow["norm alone"] = ops.add_norm_quantized(hidden, None, gain, 1e-5, slot=slots[0], record=False)[1]
         narrow["swiglu"] = ops.activate_quantized(hidden, "swiglu", slots[0], record=True)
+        narrow["cast again"] = ops.quantize(hidden, slots[0], record=True)
+        narrow["cast backward"] = ops.quantize(grad, slots[1], record=True)
         heads = tuple(part.view(256, 2, -1, 64) * 1e-3 for part in hidden.split([512, 256, 256], dim=-1))
         tables = Rope(head_dim=64).tables(torch.arange(256, device=hidden.device))
         narrow["rotation backward"] = ops.turned_back_quantized(heads, Rotation((8, 4), tables), slots[1])
