@@ -44,7 +44,7 @@ def version() -> int:
 
 
 class Product:
-    """``out = op(a) op(b)``, or added to it: row-major matrices ``[M, K], [K, N] -> [M, N]``, sums in fp32.
+    """``out = op(a) op(b)``, or with something added: row-major matrices ``[M, K], [K, N] -> [M, N]``, sums in fp32.
 
     Args:
         a: 16 or 8 bits; its storage is read only by ``run``, as is that of ``b`` and ``out``.
@@ -98,6 +98,7 @@ class Product:
         algorithm: int,
         workspace: Tensor,
         accumulate: bool,
+        added: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Multiply on the current stream.
@@ -109,6 +110,7 @@ class Product:
             algorithm: which proposal.
             workspace: of ``WORKSPACE`` bytes, of this stream alone.
             accumulate: add to ``out``.
+            added: add this instead, laid out as ``out`` and elsewhere; it is only read.
             scales: factors of ``a`` and ``b``, fp32 ``[1]``.
 
         Raises:
@@ -117,11 +119,13 @@ class Product:
         if scales is not None:
             self._point_to_scales(*scales)
         left, right, result = self._layouts
-        place = c_void_p(out.data_ptr())
+        assert added is None or not accumulate, "one thing is added"
+        adds = accumulate or added is not None
+        source, place = c_void_p((out if added is None else added).data_ptr()), c_void_p(out.data_ptr())
         status = self._library.cublasLtMatmul(
             *(_handle(a.device), self._description, byref(c_float(1.0))),
-            *(c_void_p(b.data_ptr()), left, c_void_p(a.data_ptr()), right, byref(c_float(float(accumulate)))),
-            *(place, result, place, result, byref(self._proposals[algorithm].algorithm)),
+            *(c_void_p(b.data_ptr()), left, c_void_p(a.data_ptr()), right, byref(c_float(float(adds)))),
+            *(source, result, place, result, byref(self._proposals[algorithm].algorithm)),
             *(c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE)),
             c_void_p(torch.cuda.current_stream(a.device).cuda_stream),
         )

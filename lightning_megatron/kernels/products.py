@@ -22,6 +22,7 @@ from torch import Tensor
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 16  # of all sizes: what every algorithm takes
+_ALIGNMENT = 16  # bytes: of what is added
 _SMALLEST = 2**32  # multiplications, below which nothing is gained
 _ROUNDS, _BLOCK_S, _MARGIN, _MOST = 3, 0.025, 1.06, 5
 
@@ -31,6 +32,14 @@ class Products(Protocol):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``[.., in], [out, in], [out] -> [.., out]``."""
+        ...
+
+    def adds_to(self, added: Tensor, weight: Tensor) -> bool:
+        """Whether ``forward_added`` adds ``[.., out]`` in the product itself, not in a pass of its own."""
+        ...
+
+    def forward_added(self, x: Tensor, weight: Tensor, added: Tensor) -> Tensor:
+        """``added + x weight^T``, rounded once where ``adds_to`` says so: ``[.., in], [out, in], [.., out] -> [.., out]``."""
         ...
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
@@ -48,6 +57,14 @@ class TorchProducts:
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Products``."""
         return F.linear(x, weight, bias)
+
+    def adds_to(self, added: Tensor, weight: Tensor) -> bool:
+        """Never: torch would copy ``added`` first and multiply into the copy."""
+        return False
+
+    def forward_added(self, x: Tensor, weight: Tensor, added: Tensor) -> Tensor:
+        """See ``Products``."""
+        return added + F.linear(x, weight)
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """See ``Products``."""
@@ -99,6 +116,24 @@ class TunedProducts(TorchProducts):
         self.multiply(flat, weight, out.view(-1, weight.shape[0]), transpose_b=True)
         return out
 
+    @staticmethod
+    def is_addable(added: Tensor) -> bool:
+        """Whether this can be added to a product of its size, in 16 or 8 bits, whose result has its dtype."""
+        return added.is_cuda and added.dtype in _DTYPES and added.is_contiguous() and added.data_ptr() % _ALIGNMENT == 0
+
+    def adds_to(self, added: Tensor, weight: Tensor) -> bool:
+        """See ``Products``."""
+        return self.is_addable(added) and self._takes(added.view(-1, added.shape[-1]), weight)
+
+    def forward_added(self, x: Tensor, weight: Tensor, added: Tensor) -> Tensor:
+        """See ``Products``."""
+        flat, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], weight.shape[0])
+        if added.shape != shape or not self.is_addable(added) or not self._takes(flat, weight, added.view(-1, shape[-1])):
+            return super().forward_added(x, weight, added)
+        out = torch.empty_like(added)
+        self.multiply(flat, weight, out.view(-1, shape[-1]), transpose_b=True, added=added.view(-1, shape[-1]))
+        return out
+
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """See ``Products``."""
         flat = grad.reshape(-1, grad.shape[-1])
@@ -124,10 +159,14 @@ class TunedProducts(TorchProducts):
         transpose_a: bool = False,
         transpose_b: bool = False,
         accumulate: bool = False,
+        added: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
         fast: bool = False,
     ) -> None:
-        """``out = op(a) op(b)``, or added to it. All contiguous; arguments as of ``cublaslt.Product`` and its ``run``."""
+        """``out = op(a) op(b)``, or added to it or to ``added``.
+
+        All contiguous; arguments as of ``cublaslt.Product`` and its ``run``.
+        """
         kinds = [str(t.dtype).removeprefix("torch.") for t in (a, b, out)]
         turns = f"{'t' if transpose_a else 'n'}{'t' if transpose_b else 'n'}{'f' if fast else ''}"
         key = f"{'x'.join(map(str, (*a.shape, *out.shape)))} {turns} {' '.join(kinds)}"
@@ -138,9 +177,11 @@ class TunedProducts(TorchProducts):
         workspace = self._workspace()
 
         def run(algorithm: int) -> None:
-            product.run(a, b, out, algorithm=algorithm, workspace=workspace, accumulate=accumulate, scales=scales)
+            adds: dict[str, Any] = {"accumulate": accumulate, "added": added}
+            product.run(a, b, out, algorithm=algorithm, workspace=workspace, scales=scales, **adds)
 
-        # Timing writes the result many times, so what is added to must have been found by a product that is not.
+        # Timing writes the result many times, so what is added to must have been found by a product that is not. What lies
+        # elsewhere is read each time, as it will be: with it or without, the choice is that of the shape.
         if key not in self.chosen and not accumulate and not torch.cuda.is_current_stream_capturing():
             self.chosen[key] = _fastest(run, product.num_algorithms)
             self._write()

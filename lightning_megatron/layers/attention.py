@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lightning_megatron.layers.backend import Backend
+from lightning_megatron.layers.residual import can_take, onto
 from lightning_megatron.layers.rope import rotate_fused
 from lightning_megatron.layers.sequence import SequenceContext
 from lightning_megatron.tensor_parallel.linear import OutPart
@@ -80,18 +81,30 @@ class Attention(nn.Module):
         self.qkv, self.q_norm, self.k_norm, self.core, self.out = qkv, q_norm, k_norm, core, out
         self.head_dim, self._backend = head_dim, backend
 
-    def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
-        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
+    def takes_residual(self, residual: Tensor) -> bool:
+        """See ``layers/residual.py``."""
+        return can_take(self.out, residual)
+
+    def forward(self, hidden: Tensor, context: SequenceContext, *, residual: Tensor | None = None) -> Tensor:
+        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``.
+
+        ``residual`` is added to the result; it is for ``out``s that can.
+        """
+        attended: Tensor = self.out(self._attend(hidden, context), **onto(residual))
+        return attended
+
+    def _attend(self, hidden: Tensor, context: SequenceContext) -> Tensor:
+        """``[S/tp, B, H] -> [S, B, h/tp * d]``."""
         sizes: list[int] = list(self.qkv.part_sizes)  # type: ignore[arg-type]
         if context.rope is not None and self.q_norm is None and self.k_norm is None:
             heads = (sizes[0] // self.head_dim, sizes[1] // self.head_dim)
             if getattr(self.core, "rotates", False):  # in one pass with what it does next
-                return self.out(self.core(self.qkv(hidden), None, None, context, heads=heads))  # type: ignore[no-any-return]
+                return self.core(self.qkv(hidden), None, None, context, heads=heads)  # type: ignore[no-any-return]
             if (rotated := getattr(self.qkv, "rotated", None)) is not None:
                 q, k, v = rotated(hidden, heads, context.rope)
             else:
                 q, k, v = rotate_fused(self.qkv(hidden), heads, head_dim=self.head_dim, tables=context.rope)
-            return self.out(self.core(q, k, v, context))  # type: ignore[no-any-return]
+            return self.core(q, k, v, context)  # type: ignore[no-any-return]
         fused = self.qkv(hidden)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in fused.split(sizes, dim=-1))
         q = q if self.q_norm is None else self.q_norm(q)
@@ -99,5 +112,5 @@ class Attention(nn.Module):
         if context.rope is not None:
             q = self._backend.rotate(q, context.rope.cos, context.rope.sin)
             k = self._backend.rotate(k, context.rope.cos, context.rope.sin)
-        attended: Tensor = self.out(self.core(q, k, v, context))
+        attended: Tensor = self.core(q, k, v, context)
         return attended

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from lightning_megatron.layers.residual import can_take, onto
 from lightning_megatron.tensor_parallel.linear import OutPart
 
 
@@ -40,9 +41,16 @@ class MLP(nn.Module):
         super().__init__()
         self.up, self.down, self._activation = up, down, activation
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
-        transformed: Tensor = self.down(self._activation(self.up(hidden)))
+    def takes_residual(self, residual: Tensor) -> bool:
+        """See ``layers/residual.py``."""
+        return can_take(self.down, residual)
+
+    def forward(self, hidden: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``.
+
+        ``residual`` is added to the result; it is for ``down``s that can.
+        """
+        transformed: Tensor = self.down(self._activation(self.up(hidden)), **onto(residual))
         return transformed
 
 
@@ -59,7 +67,14 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up, self.down, self._activation = gate_up, down, activation
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
-        transformed: Tensor = self.down(self._activation(self.gate_up(hidden)))
+    def takes_residual(self, residual: Tensor) -> bool:
+        """See ``layers/residual.py``."""
+        return can_take(self.down, residual)
+
+    def forward(self, hidden: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``.
+
+        ``residual`` is added to the result; it is for ``down``s that can.
+        """
+        transformed: Tensor = self.down(self._activation(self.gate_up(hidden)), **onto(residual))
         return transformed

@@ -35,6 +35,7 @@ from lightning_megatron.tensor_parallel.pieces import gathered_product, reduced_
 from lightning_megatron.tensor_parallel.product import (
     Pending,
     add_weight_gradient,
+    adds_to,
     autocast_dtype,
     cast,
     input_gradient,
@@ -209,13 +210,24 @@ class RowParallelLinear(nn.Module):
             sharding = replicated((out_features,), partial=mesh.sequence_parallel, init=Init("zeros"))
             self.bias = make_parameter((out_features,), sharding, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[S, B, in/tp] -> [S/tp, B, out]`` under sequence parallelism, else ``[S, B, in/tp] -> [S, B, out]``."""
+    def takes_residual(self, residual: Tensor) -> bool:
+        """Whether ``forward`` adds this to its result without a pass over memory for it."""
+        return self.bias is None and self.mesh.tp.size == 1 and adds_to(residual, self.weight)
+
+    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """``[S, B, in/tp] -> [S/tp, B, out]`` under sequence parallelism, else ``[S, B, in/tp] -> [S, B, out]``.
+
+        Args:
+            x: the input.
+            residual: something like the output, to be added to it.
+        """
         tp, pieces = self.mesh.tp, self.mesh.parallelism.tp_overlap
+        if residual is not None and tp.size > 1:
+            return residual + RowParallelLinear.forward(self, x)  # once, not on each rank
         if pieces > 1 and tp.size > 1:
             y = _row_in_pieces(x, self.weight, tp, sequence_parallel=self.mesh.sequence_parallel, num_pieces=pieces)
             return y if self.bias is None else y + self.bias.to(y.dtype)
-        partial = _linear(x, self.weight, None, axis=_ALONE, sequence_parallel=False)
+        partial = _linear(x, self.weight, None, axis=_ALONE, sequence_parallel=False, added=residual)
         y = reduce_scatter_to(partial, tp, dim=0) if self.mesh.sequence_parallel else reduce_from(partial, tp)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -241,13 +253,22 @@ def column_linear(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, mesh
 
 
 def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, axis: Axis, sequence_parallel: bool, num_pieces: int = 1
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    axis: Axis,
+    sequence_parallel: bool,
+    num_pieces: int = 1,
+    added: Tensor | None = None,
 ) -> Tensor:
     # Cast here, where autograd sees it, so that the gathering moves the low precision and no dtype differs in backward.
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype)
-    result: Tensor = _ColumnLinear.apply(x, weight, bias, axis, sequence_parallel, num_pieces)  # type: ignore[no-untyped-call]
+        added = None if added is None else cast(added, dtype)
+    call = (axis, sequence_parallel, num_pieces)
+    result: Tensor = _ColumnLinear.apply(x, weight, bias, *call, added)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -258,7 +279,14 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool, num_pieces: int
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: Axis,
+        sequence_parallel: bool,
+        num_pieces: int,
+        added: Tensor | None,
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
@@ -266,11 +294,11 @@ class _ColumnLinear(torch.autograd.Function):
         if num_pieces > 1 and sequence_parallel:
             return gathered_product(x, weight.t(), bias, axis, num_pieces=num_pieces)[0]
         full = all_gather(x, axis, dim=0) if sequence_parallel else x
-        return product(full, weight, bias)
+        return product(full, weight, bias, added=added)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         axis, sequence_parallel = ctx.axis, ctx.sequence_parallel
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -300,7 +328,8 @@ class _ColumnLinear(torch.autograd.Function):
                 )
             if needs_bias:
                 grad_bias = rows.sum(0)
-            return (None if reducing is None else reducing.wait()), grad_weight, grad_bias, None, None, None
+            of_added = grad if ctx.needs_input_grad[6] else None
+            return None if reducing is None else reducing.wait(), grad_weight, grad_bias, None, None, None, of_added
 
 
 def _row_in_pieces(x: Tensor, weight: Tensor, axis: Axis, *, sequence_parallel: bool, num_pieces: int) -> Tensor:

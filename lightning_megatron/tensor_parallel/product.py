@@ -79,9 +79,17 @@ def _check_order(axis: Axis) -> None:
     assert tuple(sorted(axis.ranks)) == axis.ranks, "process groups sort their ranks; tp counts them upwards"
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x weight^T + bias``: ``[.., in], [out, in], [out] -> [.., out]``."""
-    return current_products().forward(x, weight, bias)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, added: Tensor | None = None) -> Tensor:
+    """``x weight^T + bias + added``: ``[.., in], [out, in], [out], [.., out] -> [.., out]``. Not both are added."""
+    if added is None:
+        return current_products().forward(x, weight, bias)
+    assert bias is None, "what is added takes the place of a bias"
+    return current_products().forward_added(x, weight, added)
+
+
+def adds_to(added: Tensor, weight: Tensor) -> bool:
+    """Whether ``product`` adds ``[.., out]`` without a pass of its own."""
+    return autocast_dtype(added) is None and current_products().adds_to(added, weight)
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:

@@ -235,8 +235,11 @@ class RowLinear(torch.autograd.Function):
     weight_input = 1
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, job: Job) -> Tensor:
-        """Inputs: ``[S, B, m]``, where m is in/tp, or twice that before a gated activation, and the weight ``[out, in/tp]``."""
+    def forward(ctx: Any, x: Tensor, weight: Tensor, job: Job, residual: Tensor | None) -> Tensor:
+        """Inputs: ``[S, B, m]``, where m is in/tp, or twice that before a gated activation, and the weight ``[out, in/tp]``.
+
+        ``residual``, ``[S, B, out]``, is added to the result of a lone rank. It is not kept.
+        """
         ops = job.operations
         narrow = None if job.given is None else job.given.take()
         rows = _rows(x) if narrow is None else None
@@ -246,7 +249,9 @@ class RowLinear(torch.autograd.Function):
             narrow = ops.quantize(rows, job.input_slot, record=job.record)
         else:
             narrow = ops.activate_quantized(rows, job.activation, job.input_slot, record=job.record)
-        partial = ops.product(job.weight(weight), narrow, None, x).view(*x.shape[:-1], -1)
+        assert residual is None or job.axis.size == 1, "the residual is added once, not on each rank"
+        beside = None if residual is None else _rows(residual)
+        partial = ops.product(job.weight(weight), narrow, None, x, added=beside).view(*x.shape[:-1], -1)
         ctx.job, ctx.shape = job, x.shape
         keeps = ctx.needs_input_grad[1] and not (job.activates_again and job.activation is not None)
         kept = ops.keep_columns(narrow) if keeps else None
@@ -280,7 +285,7 @@ class RowLinear(torch.autograd.Function):
                 add=lambda total: ops.add_weight_gradient(kept, narrow, total),
                 put=lambda total: ops.add_weight_gradient(kept, narrow, total, add=False),
             )
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, grad if ctx.needs_input_grad[3] else None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.mlp import MLP, GatedMLP
 from lightning_megatron.layers.norm import RMSNorm
+from lightning_megatron.layers.residual import can_take, onto
 from lightning_megatron.layers.rope import RopeTables, rotate_fused
 from lightning_megatron.layers.te_backend.functions import (
     AddNarrowNorm,
@@ -30,6 +31,7 @@ from lightning_megatron.layers.te_backend.scales import Scales
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.tensor_parallel.embedding import VocabParallelHead
 from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.tensor_parallel.product import autocast_dtype
 
 
 class NarrowRMSNorm(RMSNorm):
@@ -128,18 +130,34 @@ class FusedRowLinear(RowParallelLinear):
         self.scales = scales
         _check_aligned(self.weight, scales, "a weight")
 
-    def forward(self, x: Tensor, activation: Activation | None = None, handoff: Handoff | None = None) -> Tensor:
+    def takes_residual(self, residual: Tensor) -> bool:
+        """See ``RowParallelLinear.takes_residual``."""
+        if self.bias is not None or self.mesh.tp.size > 1 or autocast_dtype(residual) is not None:
+            return False
+        is_whole = self.scales is None or is_aligned(residual, self.scales)
+        return is_whole and self.job.operations.adds_to(residual, self.weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        activation: Activation | None = None,
+        handoff: Handoff | None = None,
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """``[S, B, in/tp] -> [S/tp, B, out]`` under sequence parallelism, else ``[S, B, in/tp] -> [S, B, out]``.
 
-        With ``activation`` the input is the activation's: ``[S, B, 2 in/tp]`` for a gated one.
+        With ``activation`` the input is the activation's: ``[S, B, 2 in/tp]`` for a gated one. ``residual`` is added.
         """
         epoch, record = _begin(self.scales, x), torch.is_grad_enabled()
         job = replace(self.job, epoch=epoch, record=record, activation=activation, handoff=handoff)
         padded = _padded(x, self.scales, job)
-        result: Tensor = RowLinear.apply(padded, self.weight, job)  # type: ignore[no-untyped-call]
+        inside = residual if padded is x and job.axis.size == 1 else None
+        result: Tensor = RowLinear.apply(padded, self.weight, job, inside)  # type: ignore[no-untyped-call]
         if padded is not x:
             result = result[: x.shape[0]]
-        return result if self.bias is None else result + self.bias.to(result.dtype)
+        result = result if self.bias is None else result + self.bias.to(result.dtype)
+        return result if residual is None or inside is not None else residual + result
 
 
 class NarrowHead(VocabParallelHead):
@@ -167,24 +185,36 @@ class NarrowHead(VocabParallelHead):
 class FusedGatedMLP(GatedMLP):
     """``GatedMLP`` whose activation is computed by the linear behind it. See Note [Handed over in 8 bits]."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
+    def takes_residual(self, residual: Tensor) -> bool:
+        """See ``layers/residual.py``."""
+        return can_take(self.down, residual)
+
+    def forward(self, hidden: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """See ``GatedMLP.forward``."""
         up: Any = self.gate_up
         down: Any = self.down
         # The bias's gradient is summed from the gradient in 16 bits, which a handoff never makes.
         handoff = Handoff() if up.bias is None and torch.is_grad_enabled() else None
         padded = _padded(hidden, up.scales, up.job)
-        transformed: Tensor = down(up(padded, handoff), "swiglu", handoff)
-        return transformed if padded is hidden else transformed[: hidden.shape[0]]
+        inside = residual if padded is hidden else None
+        transformed: Tensor = down(up(padded, handoff), "swiglu", handoff, **onto(inside))
+        if padded is hidden:
+            return transformed
+        transformed = transformed[: hidden.shape[0]]
+        return transformed if residual is None else residual + transformed
 
 
 class FusedMLP(MLP):
     """``MLP`` whose activation is computed by the linear behind it."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
+    def takes_residual(self, residual: Tensor) -> bool:
+        """See ``layers/residual.py``."""
+        return can_take(self.down, residual)
+
+    def forward(self, hidden: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """See ``MLP.forward``."""
         down: Any = self.down
-        transformed: Tensor = down(self.up(hidden), "gelu")
+        transformed: Tensor = down(self.up(hidden), "gelu", **onto(residual))
         return transformed
 
 

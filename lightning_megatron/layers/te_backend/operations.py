@@ -91,8 +91,12 @@ class Operations(Protocol):
         """``Rotation.turned_back``, quantized: ``[S * B, (h + 2g) * d]``."""
         ...
 
-    def product(self, weight: Narrow, x: Narrow, bias: Tensor | None, like: Tensor) -> Tensor:
-        """``x weight^T + bias``: ``[N, in], [out, in] -> [N, out]`` in the dtype of ``like``."""
+    def product(self, weight: Narrow, x: Narrow, bias: Tensor | None, like: Tensor, *, added: Tensor | None = None) -> Tensor:
+        """``x weight^T + bias + added``: ``[N, in], [out, in] -> [N, out]`` in the dtype of ``like``."""
+        ...
+
+    def adds_to(self, added: Tensor, weight: Tensor) -> bool:
+        """Whether ``product`` by that parameter, which may be held in 8 bits, adds ``[.., out]`` without a pass for it."""
         ...
 
     def input_gradient(self, weight: Narrow, grad: Narrow, like: Tensor) -> Tensor:

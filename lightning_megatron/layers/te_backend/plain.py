@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.kernels.products import current_products
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.te_backend.operations import Heads, Rotation
 from lightning_megatron.layers.te_backend.options import Fp8Options
@@ -114,9 +115,22 @@ class PlainOperations:
         """See ``Operations``."""
         return self.quantize(rotation.turned_back(*parts).flatten(0, 1), slot, record=True)
 
-    def product(self, weight: Tensor | Rounded, x: Tensor | Rounded, bias: Tensor | None, like: Tensor) -> Tensor:
+    def product(
+        self,
+        weight: Tensor | Rounded,
+        x: Tensor | Rounded,
+        bias: Tensor | None,
+        like: Tensor,
+        *,
+        added: Tensor | None = None,
+    ) -> Tensor:
         """See ``Operations``."""
-        return F.linear(_wide(x), _wide(weight), None if bias is None else bias.to(_wide(x).dtype)).to(like.dtype)
+        result = F.linear(_wide(x), _wide(weight), None if bias is None else bias.to(_wide(x).dtype))
+        return (result if added is None else added + result).to(like.dtype)
+
+    def adds_to(self, added: Tensor, weight: Tensor) -> bool:
+        """See ``Operations``. Where the products of 16 bits do, so that tests can have both."""
+        return current_products().adds_to(added, weight)
 
     def input_gradient(self, weight: Tensor | Rounded, grad: Tensor | Rounded, like: Tensor) -> Tensor:
         """See ``Operations``."""

@@ -211,12 +211,18 @@ class TeOperations:
 
     # Products. The library's dims are cuBLAS's: the first operand is the one whose dim comes to be the last of the result.
 
-    def product(self, weight: Narrow, x: Narrow, bias: Tensor | None, like: Tensor) -> Tensor:
+    def product(self, weight: Narrow, x: Narrow, bias: Tensor | None, like: Tensor, *, added: Tensor | None = None) -> Tensor:
         """See ``Operations``."""
-        if bias is None and self._are_narrow(weight, x) and self._is_tuned(weight._data, x._data):
-            return self._multiply((x, x._data), (weight, weight._data), dtype=like.dtype, fast=True)
+        addable = added is None or (added.dtype == like.dtype and TunedProducts.is_addable(added))
+        if bias is None and addable and self._are_narrow(weight, x) and self._is_tuned(weight._data, x._data):
+            return self._multiply((x, x._data), (weight, weight._data), dtype=like.dtype, added=added, fast=True)
         result: Tensor = self._gemm(weight, x, out_dtype=like.dtype, bias=bias)[0]
-        return result
+        return result if added is None else added + result
+
+    def adds_to(self, added: Tensor, weight: Tensor) -> bool:
+        """See ``Operations``. In 8 bits with one factor a tensor; other products are Transformer Engine's."""
+        tuned = isinstance(current_products(), TunedProducts) and TunedProducts.is_addable(added)
+        return tuned and self._options is not None and self._options.is_per_tensor and added.dtype == weight.dtype
 
     def input_gradient(self, weight: Narrow, grad: Narrow, like: Tensor) -> Tensor:
         """See ``Operations``."""
@@ -260,9 +266,10 @@ class TeOperations:
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
         accumulate: bool = False,
+        added: Tensor | None = None,
         fast: bool = False,
     ) -> Tensor:
-        """``a b^T`` of two matrices in 8 bits, each with its bytes: ``[M, K], [N, K] -> [M, N]``."""
+        """``a b^T``, or ``added`` to it, of two matrices in 8 bits, each with its bytes: ``[M, K], [N, K] -> [M, N]``."""
         (left, rows), (right, columns) = a, b
         out = rows.new_empty((rows.shape[0], columns.shape[0]), dtype=dtype) if out is None else out
         products = current_products()
@@ -273,6 +280,7 @@ class TeOperations:
             out,
             transpose_b=True,
             accumulate=accumulate,
+            added=added,
             scales=(left._scale_inv, right._scale_inv),
             fast=fast,
         )
