@@ -34,7 +34,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from benchmarks.kernel_kinds import table_of
+from benchmarks.kernel_kinds import kernel_spans, table_of
 from benchmarks.model_shapes import PEAK_FLOPS, SHAPES, config_of
 from benchmarks.train_step import Clock, Module, RandomTokens
 from lightning_megatron import MegatronStrategy
@@ -78,11 +78,7 @@ class HeldMemory(Callback):
 
 def overlap_of(profile: Any) -> str:
     """How much of the time of communication kernels other kernels ran beside, by the trace of a step."""
-    spans = [
-        (event.name.lower(), event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if "cuda" in str(event.device_type).lower() and event.time_range.elapsed_us() > 0 and "#" not in event.name
-    ]
+    spans = [(name.lower(), start, end) for name, start, end in kernel_spans(profile)]
     computing = merged([(start, end) for name, start, end in spans if "nccl" not in name])
     lines = []
     for title, is_ring in (("ring transfers", True), ("other communication", False)):

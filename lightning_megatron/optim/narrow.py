@@ -3,8 +3,8 @@
 Note [Weights in 8 bits]
 The buffer of such parameters holds e4m3 bytes, and each weight has one factor, a power of two by its largest magnitude over
 the ranks that share it. After a step each rank rounds its shard of the main values, first to the parameter's 16-bit dtype and
-then to 8 bits, and the bytes are gathered: half of what 16-bit values take. A layer that rounds its 16-bit weight by the
-weight's own magnitude before it multiplies comes to the same bytes, so training is the same bit for bit.
+then to 8 bits (a ``Rounding``), and the bytes are gathered: half of what 16-bit values take. A layer that rounds its 16-bit
+weight by the weight's own magnitude before it multiplies comes to the same bytes, so training is the same bit for bit.
 
 The ``Parameter`` itself keeps its shape, dtype and gradient, but no values: it reads as NaN, so that whoever uses it unaware
 of this is noticed. The layers get bytes and factor through ``hold``. Inside ``wide()`` parameters have values, for those who
@@ -13,7 +13,7 @@ save, load or show them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, nan
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
+from lightning_megatron import kernels
 from lightning_megatron.comm import all_gather_single, all_reduce
 from lightning_megatron.optim.buffers import Bucket
 from lightning_megatron.optim.shards import Shard
@@ -42,6 +43,46 @@ class WeightHolder(Protocol):
 
 
 Holders = Mapping[nn.Parameter, Sequence[WeightHolder]]
+
+
+class Rounding(Protocol):
+    """Rounds this rank's main values, times a power of two, to bf16 and then to e4m3: ``round``, then ``round_again``."""
+
+    def round(self, before: Tensor) -> Tensor:
+        """The largest magnitude of each weight, fp32 ``[weights]``, 0 without a part here.
+
+        ``before``: the factors of the step before, in whose hope it may round already.
+        """
+
+    def round_again(self, factors: Tensor, before: Tensor) -> None:
+        """Round by ``factors`` whatever has not been rounded by the same number ``before``."""
+
+
+class PlainRounding:
+    """``Rounding`` in plain torch, for machines without the kernel: it waits for the factors.
+
+    Args:
+        parts: the fp32 values, ``[n]``, the bytes, ``[n]``, and the number of the weight, of each shard.
+        num_weights: how many weights there are.
+        device: where they are.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Tensor, Tensor, int]], num_weights: int, device: torch.device) -> None:
+        self._parts, self._largest = parts, torch.zeros(num_weights, device=device)
+        self._numbers = torch.tensor([number for *_, number in parts], dtype=torch.long, device=device)
+
+    def round(self, before: Tensor) -> Tensor:
+        """See ``Rounding``."""
+        if self._parts:
+            self._largest[self._numbers] = torch.stack(torch._foreach_norm([wide for wide, *_ in self._parts], inf))
+        return self._largest
+
+    def round_again(self, factors: Tensor, before: Tensor) -> None:
+        """See ``Rounding``."""
+        for wide, narrow, number in self._parts:
+            rounded = torch.empty_like(wide, dtype=torch.bfloat16)
+            torch.mul(wide, factors[number], out=rounded)  # a power of two: it does not matter when it is rounded
+            narrow.view(DTYPE).copy_(rounded)
 
 
 @dataclass(frozen=True)
@@ -98,7 +139,14 @@ class NarrowParameters:
             device = self._buckets[0].values.device
             # 16 bytes from each other: cuBLAS wants the address of a factor to be a multiple of that.
             self._scale_inv = torch.ones((len(self._weights), 4), device=device)
-            self._numbers = torch.tensor([part.number for part in self._parts], dtype=torch.long, device=device)
+            self._scale = torch.ones(len(self._weights), device=device)
+            parts = [(part.main, part.bucket.values[part.start : part.stop], part.number) for part in self._parts]
+            self._rounding: Rounding = _rounding(device)(parts, len(self._weights), device)
+            self._held = [
+                (holder, weight.bucket.values[weight.start : weight.stop].view(weight.param.shape), inverse[:1])
+                for weight, inverse in zip(self._weights, self._scale_inv.unbind(), strict=True)
+                for holder in holders[weight.param]
+            ]
 
     @property
     def is_in_use(self) -> bool:
@@ -110,26 +158,13 @@ class NarrowParameters:
         """Round this rank's main values into its shards of the buckets, for the gathers that follow. Collective."""
         if not self.is_in_use:
             return
-        scale = self._scale()
-        self._scale_inv[:, 0] = scale.reciprocal()
-        for part in self._parts:
-            rounded = torch.empty_like(part.main, dtype=torch.bfloat16)
-            torch.mul(part.main, scale[part.number], out=rounded)  # a power of two: it does not matter when it is rounded
-            part.bucket.values[part.start : part.stop].view(DTYPE).copy_(rounded)
-        for weight in self._weights:
-            rows = weight.bucket.values[weight.start : weight.stop].view(weight.param.shape)
-            for holder in self._holders[weight.param]:
-                holder.hold(rows, self._scale_inv[weight.number, :1])
-
-    def _scale(self) -> Tensor:
-        """The factor of each weight, ``[weights]``: the largest power of two that keeps its largest value in range."""
-        largest = torch.zeros(len(self._weights), device=self._scale_inv.device)
-        if self._parts:
-            largest[self._numbers] = torch.stack(torch._foreach_norm([part.main for part in self._parts], inf))
-        largest = all_reduce(largest.bfloat16().float(), self._buckets[0].axis, op=ReduceOp.MAX)
-        wanted = torch.where(largest > 0.0, _LARGEST / largest, 1.0)
-        mantissa, exponent = torch.frexp(wanted)
-        return torch.where(mantissa > 0.0, torch.ldexp(torch.full_like(wanted, 0.5), exponent), wanted)
+        before = self._scale
+        largest = all_reduce(self._rounding.round(before).bfloat16().float(), self._buckets[0].axis, op=ReduceOp.MAX)
+        self._scale = _factors(largest)
+        self._rounding.round_again(self._scale, before)
+        torch.reciprocal(self._scale, out=self._scale_inv[:, 0])
+        for holder, rows, scale_inv in self._held:
+            holder.hold(rows, scale_inv)
 
     @contextmanager
     def wide(self) -> Iterator[None]:
@@ -183,3 +218,18 @@ class NarrowParameters:
         for weight in self._weights:
             for holder in self._holders[weight.param]:
                 holder.let_go()
+
+
+def _rounding(device: torch.device) -> Callable[[Sequence[tuple[Tensor, Tensor, int]], int, torch.device], Rounding]:
+    if device.type != "cuda" or not kernels.available():
+        return PlainRounding
+    from lightning_megatron.kernels.main_narrow import NarrowMains
+
+    return NarrowMains
+
+
+def _factors(largest: Tensor) -> Tensor:
+    """The factor of each weight, ``[weights]``: the largest power of two that keeps its largest value in range."""
+    wanted = torch.where(largest > 0.0, _LARGEST / largest, 1.0)
+    mantissa, exponent = torch.frexp(wanted)
+    return torch.where(mantissa > 0.0, torch.ldexp(torch.full_like(wanted, 0.5), exponent), wanted)

@@ -17,10 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from lightning_megatron.kernels.adam import adam_
 from lightning_megatron.kernels.adam_shard import AdamOptions, AdamShard
+from lightning_megatron.kernels.main_narrow import NarrowMains
 from lightning_megatron.kernels.sum_of_squares import SumsOfSquares
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer, DistributedOptimizerConfig, float8
 from lightning_megatron.optim.fused_adam import plain_update
+from lightning_megatron.optim.narrow import PlainRounding
 from lightning_megatron.optim.remainder import Remainder
 
 MOMENTS = (torch.float32, torch.bfloat16, float8.DTYPE)
@@ -126,6 +128,29 @@ def norms() -> int:
     return not passed
 
 
+def narrow_weights() -> int:
+    """Main values rounded to 8 bits by the kernel and in plain torch, with factors of the step before that were wrong."""
+    failed, device = 0, torch.device("cuda")
+    for name, sizes in (("aligned", (64, 32768, 100_000, 5_000_000)), ("odd", (1, 13, 32769, 1_000_003))):
+        torch.manual_seed(len(name))
+        numbers = [0, 1, 1, 3]  # two parts of one weight, and one without a part
+        wide = [torch.randn(size, device=device) * 10.0**power for power, size in enumerate(sizes, -2)]
+        narrow = [torch.zeros((2, size), dtype=torch.uint8, device=device) for size in sizes]
+        made = [NarrowMains(list(zip(wide, (pair[0] for pair in narrow), numbers, strict=True)), 4, device)]
+        made += [PlainRounding(list(zip(wide, (pair[1] for pair in narrow), numbers, strict=True)), 4, device)]
+        before, factors = (
+            torch.tensor([1.0, 4.0, 1.0, 8.0], device=device),
+            torch.tensor([2.0**9, 4.0, 1.0, 8.0], device=device),
+        )
+        largest = [one.round(before).clone() for one in made]
+        for one in made:
+            one.round_again(factors, before)
+        same = torch.equal(*largest) and all(torch.equal(*pair) for pair in narrow)
+        failed += not same
+        print(f"{'passed' if same else 'FAILED'} main values in 8 bits, {name} sizes")
+    return failed
+
+
 def whole_steps() -> int:
     """The distributed optimizer, fused and by torch's own AdamW."""
     results = []
@@ -153,6 +178,7 @@ def whole_steps() -> int:
 
 
 if __name__ == "__main__":
-    failures = kernel_against_plain() + nan_changes_nothing() + remainders_are_exact() + norms() + whole_steps()
+    failures = kernel_against_plain() + nan_changes_nothing() + remainders_are_exact() + norms()
+    failures += narrow_weights() + whole_steps()
     print(f"{failures} failed")
     sys.exit(failures > 0)

@@ -82,9 +82,20 @@ def train(maker: str, overlap: bool, fused: bool | None) -> tuple[list[Tensor], 
     return [p.detach().clone() for p in net.parameters()], len(optimizer.param_groups)
 
 
+def can_be_late(maker: str) -> bool:
+    """Whether plain torch trains a late group by it: torch 2.11 makes Adagrad's state in the constructor alone."""
+    try:
+        reference(maker, 1)
+    except KeyError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_late_group_is_trained_as_plain_torch_trains_it(maker: str, overlap: bool) -> None:
+    if not can_be_late(maker):
+        pytest.skip(f"plain torch {torch.__version__} raises KeyError here, too")
     expected = reference(maker, 2)
     for values, num_groups in run_distributed(train, 2, maker, overlap, None):
         assert num_groups == 2
