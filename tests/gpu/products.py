@@ -1,20 +1,32 @@
-"""Products by tuned cuBLASLt algorithms on CUDA against torch's; a line a case.
+"""Products by tuned cuBLASLt algorithms on CUDA against torch's, and layers that add the residual in them; a line a case.
 
 python tests/gpu/products.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+with contextlib.suppress(ImportError, OSError):
+    import transformer_engine.pytorch  # noqa: F401  (it must come before torch loads its own cuDNN)
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from lightning_megatron.kernels.products import TorchProducts, TunedProducts
+from lightning_megatron.initialize import materialize
+from lightning_megatron.kernels.products import Products, TorchProducts, TunedProducts, set_products
+from lightning_megatron.layers.choice import choose_backend
+from lightning_megatron.layers.recompute import Recompute, recompute
+from lightning_megatron.layers.te_backend import Fp8Options, scales_of, why_unavailable
+from lightning_megatron.mesh import Mesh, use_mesh
+from lightning_megatron.models import GPT, GPTConfig
 
 DEVICE = torch.device("cuda", 0)
 failed: list[str] = []
@@ -24,8 +36,19 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, device=DEVICE) * scale).bfloat16()
 
 
+def relative(one: Tensor, other: Tensor) -> float:
+    """Norm of the difference over the norm of the second."""
+    return float(torch.linalg.vector_norm(one.double() - other.double()) / torch.linalg.vector_norm(other.double()))
+
+
+def claim(name: str, is_so: bool) -> None:
+    print(f"{'passed' if is_so else 'FAILED'} {name}", flush=True)
+    if not is_so:
+        failed.append(name)
+
+
 def check(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    error = float(torch.linalg.vector_norm(found.double() - expected.double()) / torch.linalg.vector_norm(expected.double()))
+    error = relative(found, expected)
     passed = error <= tolerance and bool(torch.isfinite(found).all())
     print(f"{'passed' if passed else 'FAILED'} {name:60s} {error:.1e}", flush=True)
     if not passed:
@@ -78,6 +101,94 @@ def eight_bits(tuned: TunedProducts) -> None:
         check(f"8 bits weight gradient, added fast={fast}", total, 2 * expected, 3e-3)
 
 
+def additions(tuned: TunedProducts) -> None:
+    """Something that lies elsewhere is added in the product and stays as it is; small sizes are added by torch."""
+    for tokens, inner, outer in ((4096, 2048, 3072), (8192, 8192, 1024), (333, 64, 48)):
+        x, weight, added = random(2, tokens // 2, inner), random(outer, inner, scale=0.02), random(2, tokens // 2, outer)
+        before, name = added.clone(), f"{tokens}x{inner}x{outer}"
+        claim(f"adds_to {name}", tuned.adds_to(added, weight) == (tokens > 333))
+        expected = added.double() + x.double() @ weight.double().t()
+        for again in ("", " again"):  # the first is timed
+            check(f"added apart{again} {name}", tuned.forward_added(x, weight, added), expected, 3e-3)
+        claim(f"what is added stays {name}", torch.equal(added, before))
+    tokens, inner, outer = 4096, 2048, 3072
+    x, weight = (random(*shape).to(torch.float8_e4m3fn) for shape in ((tokens, inner), (outer, inner)))
+    added, factors = random(tokens, outer, scale=10.0), tuple(torch.full((1,), f, device=DEVICE) for f in (0.5, 0.25))
+    before, expected = added.clone(), added.double() + x.double() @ weight.double().t() / 8
+    for fast in (True, False):
+        y = torch.full_like(added, float("nan"))
+        tuned.multiply(x, weight, y, transpose_b=True, scales=factors, fast=fast, added=added)
+        check(f"8 bits added apart fast={fast}", y, expected, 3e-3)
+        claim(f"what is added to 8 bits stays fast={fast}", torch.equal(added, before))
+
+
+class Counting(TunedProducts):
+    """Counts what is added in products."""
+
+    num_added = 0
+
+    def multiply(self, *args: Any, added: Tensor | None = None, **kwargs: Any) -> None:
+        """See ``TunedProducts``."""
+        self.num_added += added is not None
+        super().multiply(*args, added=added, **kwargs)
+
+
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 1024, "num_heads": 8, "num_kv_heads": 4, "ffn_hidden_size": 4096}
+LLAMA = GPTConfig(**SIZES, vocab_size=1024, max_seq_len=2048, init_std=0.05)
+BLOCKS = 2 * LLAMA.num_layers
+
+
+def model(dtype: torch.dtype, backend: Any = None) -> GPT:
+    """The same values in bf16 and in fp32."""
+    with use_mesh(Mesh(device=DEVICE)):
+        made = GPT(LLAMA, dtype=dtype, backend=backend)
+    materialize(made, device=DEVICE, seed=3)
+    with torch.no_grad():
+        for param in made.parameters():
+            param.copy_(param.bfloat16())
+    return made
+
+
+def found_by(made: GPT, products: Products, *, passes: int = 1) -> dict[str, Tensor]:
+    """The loss of each token and all gradients, of the last pass, where factors of 8 bits are known."""
+    tokens = torch.randint(1024, (2, 2049), generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    set_products(products)
+    for _ in range(passes):
+        made.zero_grad()
+        losses = made(tokens[:, :-1], labels=tokens[:, 1:])
+        losses.mean().backward()
+        for scales in scales_of(made):
+            scales.advance(lambda numbers: numbers)
+    set_products(TorchProducts())
+    grads = {name: param.grad.float() for name, param in made.named_parameters() if param.grad is not None}
+    return {"losses": losses.detach().float(), **grads}
+
+
+def look(made: GPT) -> None:
+    """Somebody looks at what blocks return, so that it is added to the residual apart."""
+    for layer in made.layers:
+        for dropout in (layer.attn_dropout, layer.mlp_dropout):
+            dropout.register_forward_pre_hook(lambda module, args: None)
+
+
+def blocks(kind: str, backend: Callable[[], Any], apart: Products, *, passes: int) -> None:
+    """Blocks that add the residual in their products are as near to fp32 as those that add it apart."""
+    expected = found_by(model(torch.float32), TorchProducts())
+    looked_at = model(torch.bfloat16, backend())
+    look(looked_at)
+    before = {name: relative(t, expected[name]) for name, t in found_by(looked_at, apart, passes=passes).items()}
+    for way, forwards in ((None, 1), ("selective", 1), ("full", 2)):
+        made, counting = model(torch.bfloat16, backend()), Counting(DEVICE)
+        recompute(made, Recompute.of(way))
+        after = {name: relative(t, expected[name]) for name, t in found_by(made, counting, passes=passes).items()}
+        claim(f"{kind} recompute={way}: {counting.num_added} added", counting.num_added == forwards * passes * BLOCKS)
+        ratios = {name: after[name] / (error + 1e-5) for name, error in before.items()}
+        worst = max(ratios, key=lambda name: ratios[name])
+        for name in ("losses", worst):
+            says = f"error {after[name]:.1e}, added apart {before[name]:.1e}"
+            claim(f"{kind} recompute={way} {name}: {says}", after.keys() == before.keys() and ratios[name] < 1.5)
+
+
 def file_is_read_again(folder: Path) -> None:
     """What one finds another takes, and finds nothing new."""
     path = folder / "products.json"
@@ -97,6 +208,13 @@ def main() -> None:
     tuned = TunedProducts(DEVICE)
     linears(tuned)
     eight_bits(tuned)
+    additions(tuned)
+    blocks("bf16", lambda: None, TorchProducts(), passes=1)
+    if (why := why_unavailable()) is None:
+        fp8 = Fp8Options()
+        blocks("8 bits", lambda: choose_backend("te", device=DEVICE, dtype=torch.bfloat16, fp8=fp8), tuned, passes=2)
+    else:
+        print(f"left out 8 bits: {why}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file_is_read_again(Path(folder))
     print(f"{len(failed)} failed: {failed}", flush=True)

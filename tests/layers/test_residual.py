@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.layers.test_graphs import WARM_UP, assert_same, backward, opened
 from tests.layers.test_offload import moving
 from tests.layers.test_recompute import GPT2, LLAMA, assert_same_bits, kept_in_a_layer, outcome, plain, tokens
 from tests.parity.harness import LLAMA_GQA
+from tests.test_products import Library, tuned
 
 BLOCKS = 2 * LLAMA.num_layers
 
@@ -312,3 +314,27 @@ def test_a_sequence_that_must_be_padded_for_8_bits_is_right_too(adding: Callable
     assert added is not None
     torch.testing.assert_close(layer.mlp(normed, residual=residual), summed + added)
     assert products.num_taken == 0
+
+
+def test_a_tuned_product_is_given_what_is_added_and_times_by_shape_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, bool, bool]] = []
+
+    class Noted(Library):
+        def Product(self, *args: Any, **kwargs: Any) -> Any:
+            made = super().Product(*args, **kwargs)
+
+            def run(*args: Any, algorithm: int, accumulate: bool, added: Tensor | None, **kwargs: Any) -> None:
+                given.append((algorithm, accumulate, added is beside))
+                made.run(*args, algorithm=algorithm, accumulate=accumulate, **kwargs)
+
+            return SimpleNamespace(num_algorithms=made.num_algorithms, run=run)
+
+    products = tuned(Noted(), None, monkeypatch)
+    a, b, out, beside = torch.empty(32, 16), torch.empty(48, 16), torch.empty(32, 48), torch.empty(32, 48)
+    products.multiply(a, b, out, transpose_b=True, added=beside)
+    assert given[-1] == (2, False, True)
+    num_runs = len(given)
+    assert num_runs > 1  # it has been timed
+    products.multiply(a, b, out, transpose_b=True)
+    products.multiply(a, b, out, transpose_b=True, added=beside)
+    assert given[num_runs:] == [(2, False, False), (2, False, True)]
