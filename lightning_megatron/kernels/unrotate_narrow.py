@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_megatron.kernels.narrow import Narrow, _empty, _factor, _finished, _pair, _rounded, _words
+from lightning_megatron.kernels.narrow import Narrow, _empty, _factor, _finished, _pair, _words
 
-_TOKENS, _MOST_HEADS, _WARPS = 64, 8, 8
+_MOST_HEADS, _MOST_TOKENS = 8, 128  # of a program, one head after another
+_TILE, _A_WARP = 8192, 1024  # numbers of a head that a program takes at a time, and a warp
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, cos: Tensor) -> bool:
@@ -52,10 +53,11 @@ def unrotate_narrow(
     total = num_q + 2 * num_kv
     result = _empty(q, num, total * size, torch.float8_e5m2, scale_inv)
     rows, columns, inverse = result
-    heads = gcd(total, _MOST_HEADS)
+    heads = gcd(num_q, num_kv, _MOST_HEADS)
+    tokens = min(_MOST_TOKENS, max(_TILE // size, 4))
     with torch.cuda.device_of(q):
         for first in (True, False) if scale is None else (False,):
-            _unrotate_narrow[(num // _TOKENS, total // heads)](
+            _unrotate_narrow[(num // tokens, total // heads)](
                 *(q, k, v, cos.contiguous(), sin.contiguous(), rows, _words(columns), inverse),
                 *(amax if scale is None else scale, amax),
                 *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
@@ -64,8 +66,8 @@ def unrotate_narrow(
                 HEADS=heads,
                 KNOWN=scale is not None,
                 FIRST=first,
-                TOKENS=_TOKENS,
-                num_warps=_WARPS,
+                TOKENS=tokens,
+                num_warps=max(tokens * size // _A_WARP, 1),
             )
     return _finished(result)
 
@@ -80,8 +82,8 @@ def is_right(device: torch.device) -> bool:
     first, second = fused[:, :, :6].float().chunk(2, dim=-1)
     turned = fused[:, :, :6].float() * angles.cos() + torch.cat((second, -first), dim=-1) * angles.sin()
     expected = torch.cat((turned, fused[:, :, 6:].float()), dim=2).reshape(256, -1)
-    scale = torch.full((1,), 256.0, device=device)
-    for options in ({"scale": scale, "scale_inv": scale.reciprocal()}, {}):
+    scales = (torch.full((1,), factor, device=device) for factor in (256.0, 65536.0))  # the second is too large
+    for options in (*({"scale": scale, "scale_inv": scale.reciprocal()} for scale in scales), {}):
         amax = torch.zeros(1, device=device)
         made = unrotate_narrow(q, k, v, cos=angles.cos(), sin=angles.sin(), amax=amax, **options)
         rounded = (expected / made.scale_inv).clamp(-57344.0, 57344.0).to(torch.float8_e5m2).view(torch.uint8)
@@ -92,41 +94,92 @@ def is_right(device: torch.device) -> bool:
 
 
 @triton.jit
-def _back(q, k, v, tokens, head, c, s, strides, num_batch, num_q, num_kv, HALF: tl.constexpr):
-    # Both halves of one head's gradient, rotated back: [.., HALF] each.
-    q_seq, q_batch, q_head, k_seq, k_batch, k_head, v_seq, v_batch, v_head = strides
-    position, batch = (tokens // num_batch)[:, None], (tokens % num_batch)[:, None]
-    column = tl.arange(0, HALF)[None, :]
-    if head < num_q:
-        start = q + position * q_seq + batch * q_batch + head * q_head + column
-        first, second = tl.load(start).to(tl.float32), tl.load(start + HALF).to(tl.float32)
-        one, two = first * c + second * s, second * c - first * s
-    elif head < num_q + num_kv:
-        start = k + position * k_seq + batch * k_batch + (head - num_q) * k_head + column
-        first, second = tl.load(start).to(tl.float32), tl.load(start + HALF).to(tl.float32)
-        one, two = first * c + second * s, second * c - first * s
-    else:
-        start = v + position * v_seq + batch * v_batch + (head - num_q - num_kv) * v_head + column
-        one, two = tl.load(start).to(tl.float32), tl.load(start + HALF).to(tl.float32)
-    return one, two
+def _of_part(head, num_q, num_kv, of_q, of_k, of_v):
+    # What belongs to the part that a head is of.
+    return tl.where(head < num_q, of_q, tl.where(head < num_q + num_kv, of_k, of_v))
 
 
 @triton.jit
-def _token_back(q, k, v, cos, sin, tokens, head, strides, num_batch, num_q, num_kv, HALF: tl.constexpr):
-    # The same with the tokens' own angles, and the largest magnitude.
-    table = (tokens // num_batch)[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
-    c, s = tl.load(cos + table), tl.load(sin + table)
-    one, two = _back(q, k, v, tokens, head, c, s, strides, num_batch, num_q, num_kv, HALF)
-    return one, two, tl.max(tl.maximum(tl.abs(one), tl.abs(two)))
+def _part_of(q, k, v, head, strides, num_q, num_kv):
+    # Where a program's first head begins, and its strides along S, B and heads.
+    start = _of_part(head, num_q, num_kv, q, k, v)
+    seq = _of_part(head, num_q, num_kv, strides[0], strides[3], strides[6])
+    batch = _of_part(head, num_q, num_kv, strides[1], strides[4], strides[7])
+    step = _of_part(head, num_q, num_kv, strides[2], strides[5], strides[8])
+    number = head - _of_part(head, num_q, num_kv, 0, num_q, num_q + num_kv)
+    return start + number.to(tl.int64) * step, seq, batch, step
 
 
 @triton.jit
-def _store_row(place, one, two, factor, HALF: tl.constexpr):
-    # Rounds both halves of a head and writes them; what was rounded, in fp32.
-    one, two = _rounded(one, factor, 57344.0), _rounded(two, factor, 57344.0)
-    tl.store(place, one.to(tl.float8e5))
-    tl.store(place + HALF, two.to(tl.float8e5))
-    return one, two
+def _halves(start, token, num_batch, seq, batch, inside, HALF: tl.constexpr):
+    # Both halves of one head's gradient, in 16 bits: [.., HALF] each.
+    position = token // num_batch
+    row = position.to(tl.int64) * seq + (token - position * num_batch).to(tl.int64) * batch
+    place = start + row[:, None] + tl.arange(0, HALF)[None, :]
+    return tl.load(place, mask=inside), tl.load(place + HALF, mask=inside)
+
+
+@triton.jit
+def _four(start, words, num_batch, seq, batch, inside, HALF: tl.constexpr):
+    # The same of the four tokens of a word.
+    return (
+        _halves(start, words * 4, num_batch, seq, batch, inside, HALF),
+        _halves(start, words * 4 + 1, num_batch, seq, batch, inside, HALF),
+        _halves(start, words * 4 + 2, num_batch, seq, batch, inside, HALF),
+        _halves(start, words * 4 + 3, num_batch, seq, batch, inside, HALF),
+    )
+
+
+@triton.jit
+def _angles(cos, sin, token, num_batch, turns, HALF: tl.constexpr):
+    place = (token // num_batch).to(tl.int64)[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    return tl.load(cos + place, mask=turns), tl.load(sin + place, mask=turns)
+
+
+@triton.jit
+def _four_angles(cos, sin, words, num_batch, turns, HALF: tl.constexpr):
+    return (
+        _angles(cos, sin, words * 4, num_batch, turns, HALF),
+        _angles(cos, sin, words * 4 + 1, num_batch, turns, HALF),
+        _angles(cos, sin, words * 4 + 2, num_batch, turns, HALF),
+        _angles(cos, sin, words * 4 + 3, num_batch, turns, HALF),
+    )
+
+
+@triton.jit
+def _turned_back(halves, angles, turns):
+    first, second = halves[0].to(tl.float32), halves[1].to(tl.float32)
+    c, s = angles
+    one, two = tl.fma(first, c, second * s), tl.fma(second, c, first * (s * -1.0))  # rounded as on the way there
+    return tl.where(turns, one, first), tl.where(turns, two, second)
+
+
+@triton.jit
+def _store_rows(place, first, second, factor, width):
+    # Rounds what two neighbouring tokens have in one half of a head, writes it, and returns it as a pair. Rounding to
+    # 8 bits goes to the largest number of the format by itself, in both instructions; `is_right` looks whether it does.
+    first, second = first * factor, second * factor
+    tl.store(place, first.to(tl.float8e5))
+    tl.store(place + width, second.to(tl.float8e5))
+    return _pair(first, second, True)
+
+
+@triton.jit
+def _head(given, angles, turns, row, largest, factor, width, FIRST: tl.constexpr):
+    # Rotates one head of four tokens a word back, and rounds and writes its rows; the words of both halves, and what is the
+    # largest now.
+    packed_one = tl.zeros(largest.shape, dtype=tl.int32)
+    packed_two = tl.zeros(largest.shape, dtype=tl.int32)
+    for pair in tl.static_range(2):
+        one, two = _turned_back(given[2 * pair], angles[2 * pair], turns)
+        after, behind = _turned_back(given[2 * pair + 1], angles[2 * pair + 1], turns)
+        largest = tl.maximum(largest, tl.maximum(tl.abs(one), tl.abs(two)))
+        largest = tl.maximum(largest, tl.maximum(tl.abs(after), tl.abs(behind)))
+        if not FIRST:
+            place = row + 2 * pair * width
+            packed_one = packed_one | (_store_rows(place, one, after, factor, width) << (16 * pair))
+            packed_two = packed_two | (_store_rows(place + largest.shape[1], two, behind, factor, width) << (16 * pair))
+    return packed_one, packed_two, largest
 
 
 @triton.jit
@@ -160,32 +213,28 @@ def _unrotate_narrow(
     FIRST: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    # Four tokens in a word: see the Note of narrow.py.
-    words = tl.program_id(0).to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
-    column = tl.arange(0, HALF)
-    width = (num_q + 2 * num_kv) * 2 * HALF
+    # Four tokens in a word: see the Note of narrow.py. All heads of a program are of one part. A head is loaded while the
+    # one before it is worked on; the angles stay in registers.
+    words = tl.program_id(0) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+    head = tl.program_id(1) * HEADS
+    turns = head < num_q + num_kv
     strides = (q_seq, q_batch, q_head, k_seq, k_batch, k_head, v_seq, v_batch, v_head)
-    largest = 0.0
-    if not FIRST:
-        factor = _factor(scale, inverse, KNOWN, 57344.0)
+    start, seq, batch, step = _part_of(q, k, v, head, strides, num_q, num_kv)
+    given = _four(start, words, num_batch, seq, batch, True, HALF)
+    angles = _four_angles(cos, sin, words, num_batch, turns, HALF)
+    width = (num_q + 2 * num_kv) * 2 * HALF
+    column = head * 2 * HALF + tl.arange(0, HALF)
+    row = rows + (words * 4).to(tl.int64)[:, None] * width + column[None, :]
+    across = columns + column[:, None].to(tl.int64) * (num // 4) + words[None, :]
+    largest = tl.zeros((TOKENS // 4, HALF), dtype=tl.float32)
+    factor = 1.0 if FIRST else _factor(scale, inverse, KNOWN, 57344.0)
     for number in tl.range(HEADS):
-        head = tl.program_id(1) * HEADS + number
-        packed_one = tl.zeros((TOKENS // 4, HALF), dtype=tl.int32)
-        packed_two = tl.zeros((TOKENS // 4, HALF), dtype=tl.int32)
-        for pair in tl.static_range(2):
-            token = words * 4 + 2 * pair
-            one, two, met = _token_back(q, k, v, cos, sin, token, head, strides, num_batch, num_q, num_kv, HALF)
-            after, behind, more = _token_back(q, k, v, cos, sin, token + 1, head, strides, num_batch, num_q, num_kv, HALF)
-            largest = tl.maximum(largest, tl.maximum(met, more))
-            if not FIRST:
-                place = rows + token[:, None] * width + head * 2 * HALF + column[None, :]
-                one, two = _store_row(place, one, two, factor, HALF)
-                after, behind = _store_row(place + width, after, behind, factor, HALF)
-                packed_one = packed_one | (_pair(one, after, True) << (16 * pair))
-                packed_two = packed_two | (_pair(two, behind, True) << (16 * pair))
+        start += step
+        ahead = _four(start, words, num_batch, seq, batch, number + 1 < HEADS, HALF)
+        packed_one, packed_two, largest = _head(given, angles, turns, row, largest, factor, width, FIRST)
         if not FIRST:
-            across = columns + (head * 2 * HALF + column)[:, None].to(tl.int64) * (num // 4) + words[None, :]
             tl.store(across, tl.trans(packed_one))
             tl.store(across + tl.cast(HALF, tl.int64) * (num // 4), tl.trans(packed_two))
+        given, row, across = ahead, row + 2 * HALF, across + tl.cast(2 * HALF, tl.int64) * (num // 4)
     if KNOWN or FIRST:
-        tl.atomic_max(amax, largest, sem="relaxed")
+        tl.atomic_max(amax, tl.max(largest), sem="relaxed")
