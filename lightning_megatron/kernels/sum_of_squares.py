@@ -19,8 +19,9 @@ def _squares(chunks_ptr, sums_ptr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ALI
     row = chunks_ptr + 2 * tl.program_id(0)
     source = tl.load(row).to(tl.pointer_type(tl.float32))
     numel = tl.load(row + 1)
-    if ALIGNED:
+    if ALIGNED:  # else each thread loads its numbers one by one
         source = tl.multiple_of(source, 16)
+        numel = tl.multiple_of(numel, 16)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in tl.static_range(0, CHUNK, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -46,7 +47,7 @@ class SumsOfSquares:
         self._tensors = list(tensors)  # whose memory is read
         self._chunks = torch.tensor(chunks, dtype=torch.int64, device=device).view(-1, 2)
         self._lengths = torch.tensor([triton.cdiv(tensor.numel(), _CHUNK) for tensor in tensors], device=device)
-        self._aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        self._aligned = all(tensor.data_ptr() % 16 == 0 and tensor.numel() % 16 == 0 for tensor in tensors)
 
     def __call__(self) -> Tensor:
         """``[len(tensors)]`` in fp64; chunks of 32768 elements are summed in fp32. The same in every run."""

@@ -115,17 +115,20 @@ def remainders_are_exact() -> int:
 
 def norms() -> int:
     """Sums of squares against fp64."""
-    parts = [torch.randn(n, device="cuda") for n in (1, 5, 4096, 4097, 3_000_001, 50_000_000)] + [torch.zeros(0, device="cuda")]
-    sums = SumsOfSquares(parts, torch.device("cuda"))
-    found = sums()
-    expected = torch.stack([part.double().square().sum() for part in parts])
-    again = sums()
-    error = float(((found - expected).abs() / expected.clamp(min=1e-9)).max())
-    passed = error < 1e-6 and torch.equal(found, again)
-    parts[3][17] = float("nan")
-    passed &= torch.isfinite(sums()).tolist() == [True] * 3 + [False] + [True] * 3
-    print(f"{'passed' if passed else 'FAILED'} sums of squares {error:.1e}")
-    return not passed
+    failed, odd = 0, (1, 5, 4096, 4097, 3_000_001, 50_000_000, 0)
+    for name, sizes in (("aligned", (16, 64, 4096, 4112, 3_000_000, 50_000_000, 0)), ("odd", odd)):
+        parts = [torch.randn(n, device="cuda") for n in sizes]
+        sums = SumsOfSquares(parts, torch.device("cuda"))
+        found = sums()
+        expected = torch.stack([part.double().square().sum() for part in parts])
+        again = sums()
+        error = float(((found - expected).abs() / expected.clamp(min=1e-9)).max())
+        passed = error < 1e-6 and torch.equal(found, again)
+        parts[3][17] = float("nan")
+        passed &= torch.isfinite(sums()).tolist() == [True] * 3 + [False] + [True] * 3
+        failed += not passed
+        print(f"{'passed' if passed else 'FAILED'} sums of squares, {name} sizes {error:.1e}")
+    return failed
 
 
 def narrow_weights() -> int:
