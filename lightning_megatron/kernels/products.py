@@ -24,7 +24,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 16  # of all sizes: what every algorithm takes
 _ALIGNMENT = 256  # bytes, of what is added: what proposals count on unless the library is told otherwise
 _SMALLEST = 2**32  # multiplications, below which nothing is gained
-_ROUNDS, _BLOCK_S, _MARGIN, _MOST = 3, 0.025, 1.06, 5
+_ROUNDS, _BLOCK_S, _MARGIN, _MOST = 3, 0.1, 1.06, 4
 
 
 class Products(Protocol):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_megatron.kernels.narrow import Narrow, _empty, _factor, _finished, _pair, _words
+from lightning_megatron.kernels.narrow import Factor, Narrow, _factor, _pair, narrowed
 
 _MOST_HEADS, _MOST_TOKENS = 8, 128  # of a program, one head after another
 _TILE, _A_WARP = 8192, 1024  # numbers of a head that a program takes at a time, and a warp
@@ -24,52 +24,37 @@ def fits(q: Tensor, k: Tensor, v: Tensor, cos: Tensor) -> bool:
     return kinds == {torch.bfloat16} and is_table and size >= 32 and size & (size - 1) == 0 and seq * batch % 128 == 0
 
 
-def unrotate_narrow(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cos: Tensor,
-    sin: Tensor,
-    amax: Tensor,
-    scale: Tensor | None = None,
-    scale_inv: Tensor | None = None,
-) -> Narrow:
+def unrotate_narrow(q: Tensor, k: Tensor, v: Tensor, factor: Factor, *, cos: Tensor, sin: Tensor) -> Narrow:
     """Rotate gradients of q and k back, put them beside that of v, and round to e5m2: ``[S * B, (h + 2g) * d]``.
 
     Args:
         q: ``[S, B, h, d]``, any strides.
         k: ``[S, B, g, d]``, likewise.
         v: likewise.
+        factor: what to multiply by before rounding.
         cos: fp32 ``[S, 1, 1, d]``, the two halves of the last dim alike.
         sin: likewise.
-        amax: raised to the largest magnitude, fp32 ``[1]``; zero if there is no ``scale``.
-        scale: what to multiply by before rounding, fp32 ``[1]``; if not given, it follows from the largest magnitude.
-        scale_inv: its inverse.
     """
     q, k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v))
     seq, batch, num_q, size = q.shape
     num_kv, num = k.shape[2], seq * batch
     total = num_q + 2 * num_kv
-    result = _empty(q, num, total * size, torch.float8_e5m2, scale_inv)
-    rows, columns, inverse = result
     heads = gcd(num_q, num_kv, _MOST_HEADS)
     tokens = min(_MOST_TOKENS, max(_TILE // size, 4))
-    with torch.cuda.device_of(q):
-        for first in (True, False) if scale is None else (False,):
-            _unrotate_narrow[(num // tokens, total // heads)](
-                *(q, k, v, cos.contiguous(), sin.contiguous(), rows, _words(columns), inverse),
-                *(amax if scale is None else scale, amax),
-                *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-                *(num, batch, num_q, num_kv),
-                HALF=size // 2,
-                HEADS=heads,
-                KNOWN=scale is not None,
-                FIRST=first,
-                TOKENS=tokens,
-                num_warps=max(tokens * size // _A_WARP, 1),
-            )
-    return _finished(result)
+
+    def launch(rows: Tensor, columns: Tensor, numbers: tuple[Tensor, ...], mode: int) -> None:
+        _unrotate_narrow[(num // tokens, total // heads)](
+            *(q, k, v, cos.contiguous(), sin.contiguous(), rows, columns, *numbers),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+            *(num, batch, num_q, num_kv),
+            HALF=size // 2,
+            HEADS=heads,
+            MODE=mode,
+            TOKENS=tokens,
+            num_warps=max(tokens * size // _A_WARP, 1),
+        )
+
+    return narrowed(q, (num, total * size), torch.float8_e5m2, factor=factor, launch=launch)
 
 
 @cache
@@ -82,13 +67,14 @@ def is_right(device: torch.device) -> bool:
     first, second = fused[:, :, :6].float().chunk(2, dim=-1)
     turned = fused[:, :, :6].float() * angles.cos() + torch.cat((second, -first), dim=-1) * angles.sin()
     expected = torch.cat((turned, fused[:, :, 6:].float()), dim=2).reshape(256, -1)
-    scales = (torch.full((1,), factor, device=device) for factor in (256.0, 65536.0))  # the second is too large
-    for options in (*({"scale": scale, "scale_inv": scale.reciprocal()} for scale in scales), {}):
-        amax = torch.zeros(1, device=device)
-        made = unrotate_narrow(q, k, v, cos=angles.cos(), sin=angles.sin(), amax=amax, **options)
+    scales = [torch.full((1,), factor, device=device) for factor in (256.0, 65536.0)]  # the second is too large
+    factors = [Factor(torch.zeros(1, device=device), scale=scale, scale_inv=scale.reciprocal()) for scale in scales]
+    factors += [Factor(torch.zeros(1, device=device), guess=guess) for guess in (torch.zeros(1, device=device), *scales)]
+    for factor in factors:
+        made = unrotate_narrow(q, k, v, factor, cos=angles.cos(), sin=angles.sin())
         rounded = (expected / made.scale_inv).clamp(-57344.0, 57344.0).to(torch.float8_e5m2).view(torch.uint8)
         same = bool((rounded == made.rows).float().mean() > 0.99) and torch.equal(made.rows.t(), made.columns)
-        if not same or not torch.allclose(amax, expected.abs().amax(), rtol=1e-4):
+        if not same or not torch.allclose(factor.amax, expected.abs().amax(), rtol=1e-4):
             return False
     return True
 
@@ -165,7 +151,7 @@ def _store_rows(place, first, second, factor, width):
 
 
 @triton.jit
-def _head(given, angles, turns, row, largest, factor, width, FIRST: tl.constexpr):
+def _head(given, angles, turns, row, largest, factor, width):
     # Rotates one head of four tokens a word back, and rounds and writes its rows; the words of both halves, and what is the
     # largest now.
     packed_one = tl.zeros(largest.shape, dtype=tl.int32)
@@ -175,11 +161,52 @@ def _head(given, angles, turns, row, largest, factor, width, FIRST: tl.constexpr
         after, behind = _turned_back(given[2 * pair + 1], angles[2 * pair + 1], turns)
         largest = tl.maximum(largest, tl.maximum(tl.abs(one), tl.abs(two)))
         largest = tl.maximum(largest, tl.maximum(tl.abs(after), tl.abs(behind)))
-        if not FIRST:
-            place = row + 2 * pair * width
-            packed_one = packed_one | (_store_rows(place, one, after, factor, width) << (16 * pair))
-            packed_two = packed_two | (_store_rows(place + largest.shape[1], two, behind, factor, width) << (16 * pair))
+        place = row + 2 * pair * width
+        packed_one = packed_one | (_store_rows(place, one, after, factor, width) << (16 * pair))
+        packed_two = packed_two | (_store_rows(place + largest.shape[1], two, behind, factor, width) << (16 * pair))
     return packed_one, packed_two, largest
+
+
+@triton.jit
+def _heads(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    rows,
+    columns,
+    factor,
+    strides,
+    num,
+    num_batch,
+    num_q,
+    num_kv,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    # Four tokens in a word: see the Note of narrow.py. All heads of a program are of one part. A head is loaded while the
+    # one before it is worked on; the angles stay in registers. Returns the largest magnitude.
+    words = tl.program_id(0) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+    head = tl.program_id(1) * HEADS
+    turns = head < num_q + num_kv
+    start, seq, batch, step = _part_of(q, k, v, head, strides, num_q, num_kv)
+    given = _four(start, words, num_batch, seq, batch, True, HALF)
+    angles = _four_angles(cos, sin, words, num_batch, turns, HALF)
+    width = (num_q + 2 * num_kv) * 2 * HALF
+    column = head * 2 * HALF + tl.arange(0, HALF)
+    row = rows + (words * 4).to(tl.int64)[:, None] * width + column[None, :]
+    across = columns + column[:, None].to(tl.int64) * (num // 4) + words[None, :]
+    largest = tl.zeros((TOKENS // 4, HALF), dtype=tl.float32)
+    for number in tl.range(HEADS):
+        start += step
+        ahead = _four(start, words, num_batch, seq, batch, number + 1 < HEADS, HALF)
+        packed_one, packed_two, largest = _head(given, angles, turns, row, largest, factor, width)
+        tl.store(across, tl.trans(packed_one))
+        tl.store(across + tl.cast(HALF, tl.int64) * (num // 4), tl.trans(packed_two))
+        given, row, across = ahead, row + 2 * HALF, across + tl.cast(2 * HALF, tl.int64) * (num // 4)
+    return tl.max(largest)
 
 
 @triton.jit
@@ -209,32 +236,14 @@ def _unrotate_narrow(
     num_kv,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
-    KNOWN: tl.constexpr,
-    FIRST: tl.constexpr,
+    MODE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    # Four tokens in a word: see the Note of narrow.py. All heads of a program are of one part. A head is loaded while the
-    # one before it is worked on; the angles stay in registers.
-    words = tl.program_id(0) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
-    head = tl.program_id(1) * HEADS
-    turns = head < num_q + num_kv
     strides = (q_seq, q_batch, q_head, k_seq, k_batch, k_head, v_seq, v_batch, v_head)
-    start, seq, batch, step = _part_of(q, k, v, head, strides, num_q, num_kv)
-    given = _four(start, words, num_batch, seq, batch, True, HALF)
-    angles = _four_angles(cos, sin, words, num_batch, turns, HALF)
-    width = (num_q + 2 * num_kv) * 2 * HALF
-    column = head * 2 * HALF + tl.arange(0, HALF)
-    row = rows + (words * 4).to(tl.int64)[:, None] * width + column[None, :]
-    across = columns + column[:, None].to(tl.int64) * (num // 4) + words[None, :]
-    largest = tl.zeros((TOKENS // 4, HALF), dtype=tl.float32)
-    factor = 1.0 if FIRST else _factor(scale, inverse, KNOWN, 57344.0)
-    for number in tl.range(HEADS):
-        start += step
-        ahead = _four(start, words, num_batch, seq, batch, number + 1 < HEADS, HALF)
-        packed_one, packed_two, largest = _head(given, angles, turns, row, largest, factor, width, FIRST)
-        if not FIRST:
-            tl.store(across, tl.trans(packed_one))
-            tl.store(across + tl.cast(HALF, tl.int64) * (num // 4), tl.trans(packed_two))
-        given, row, across = ahead, row + 2 * HALF, across + tl.cast(2 * HALF, tl.int64) * (num // 4)
-    if KNOWN or FIRST:
-        tl.atomic_max(amax, tl.max(largest), sem="relaxed")
+    factor, is_needed = _factor(inverse, scale, amax, MODE, 57344.0)
+    if MODE == 2:
+        if is_needed:
+            _heads(q, k, v, cos, sin, rows, columns, factor, strides, num, num_batch, num_q, num_kv, HALF, HEADS, TOKENS)
+    else:
+        largest = _heads(q, k, v, cos, sin, rows, columns, factor, strides, num, num_batch, num_q, num_kv, HALF, HEADS, TOKENS)
+        tl.atomic_max(amax, largest, sem="relaxed")

@@ -71,6 +71,11 @@ class Slot:
         """Where a magnitude goes that is not to be remembered, fp32 ``[1]``."""
         return self.scales.tensors[3][self.index]
 
+    @property
+    def guess(self) -> Tensor:
+        """The factor that the last tensor had, if factors follow from tensors themselves, fp32 ``[1]``; 0 before the first."""
+        return self.scales.tensors[4][self.index]
+
     def __deepcopy__(self, memo: dict[int, object]) -> Slot:
         return self  # a copied model (an average, say) is multiplied with the factors of the one it was copied from
 
@@ -86,9 +91,9 @@ class Scales:
         self.options = options
         self.epoch = 0
         """Grows whenever weights may have changed: what was made of them before is stale."""
-        self.tensors: tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]] = ([], [], [], [])
+        self.tensors: tuple[list[Tensor], ...] = ([], [], [], [], [])  # of _flat, by slot
         self._dtypes: list[torch.dtype] = []
-        self._flat: list[Tensor] | None = None  # scale, inverse, amax, scratch, each [slots]
+        self._flat: list[Tensor] | None = None  # scale, inverse, amax, scratch, guess, each [slots]
         self._history: Tensor | None = None  # [history_steps, slots]
         self._limits: Tensor | None = None
         self._loaded: dict[str, Any] | None = None
@@ -120,10 +125,10 @@ class Scales:
         num = len(self._dtypes)
         # Not parts of one tensor: autograd would take a change of one for a change of all. Each number stands 16 bytes from
         # the next: cuBLAS wants the address of a factor to be a multiple of that.
-        self._flat = [torch.full((num, 4), value, device=device)[:, 0] for value in (1.0, 1.0, 0.0, 0.0)]
+        self._flat = [torch.full((num, 4), value, device=device)[:, 0] for value in (1.0, 1.0, 0.0, 0.0, 0.0)]
         self._history = torch.zeros((self.options.history_steps, num), device=device)
         self._limits = torch.tensor([LARGEST[dtype] for dtype in self._dtypes], device=device) / 2.0**self.options.margin
-        self.tensors = tuple(list(torch.split(numbers, 1)) for numbers in self._flat)  # type: ignore[assignment]
+        self.tensors = tuple(list(torch.split(numbers, 1)) for numbers in self._flat)
         if self._loaded is not None:
             self._restore(self._loaded)
 

@@ -1,11 +1,11 @@
 """``TeOperations``: the operations by Transformer Engine's kernels, with this project's own where those fuse more.
 
 Note [Which kernel]
-Products and casts are Transformer Engine's. What goes into a product with one factor a tensor and comes from a norm, an
-activation or a rotation backward is computed, rounded and written in both forms by this project's kernels
-(``kernels/narrow.py``, ``unrotate_narrow.py``), in one pass over memory, or in two where the factor is not known beforehand;
-Transformer Engine writes 16 bits in between, or one form at a time. Block formats, sizes that are no whole tiles and other
-dtypes take that way here too, and everything on a machine that compiles the kernels wrongly.
+Products are Transformer Engine's. What goes into a product with one factor a tensor, and comes from a norm, an activation, a
+rotation backward or memory, is computed, rounded and written in both forms by this project's kernels (``kernels/*narrow.py``)
+in one pass over memory; Transformer Engine writes 16 bits in between, or one form at a time, and reads a tensor twice where
+its factor is not known beforehand. Block formats, sizes that are no whole tiles and other dtypes take that way here too, and
+everything on a machine that compiles the kernels wrongly; weights too, once a step.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ class TeOperations:
         self._storage: Any = import_module("transformer_engine.pytorch.tensor.storage.float8_tensor_storage")
         self._is_fast = options is not None and options.fast_gradients
         self._formats = {self._dtypes[dtype]: dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
-        self._kernels: Any = None
-        if fused and options is not None and options.is_per_tensor and available():
-            self._kernels = _checked_kernels(device)
+        per_tensor = fused and options is not None and options.is_per_tensor
+        self._kernels: Any = _checked_kernels(device) if per_tensor and available() else None
         self._quantizers: dict[str, Any] = {} if options is None else self._own_scale_quantizers(options)
         self._attention = TeAttention(device, fused=fused) if options is not None and options.attention else None
 
@@ -66,6 +65,8 @@ class TeOperations:
         """See ``Operations``."""
         if slot is None or self._options is None:
             return x
+        if self._fused(slot, x, *x.shape) is not None and x.is_contiguous():
+            return self._made(slot, partial(self._kernels.round_narrow, x, slot.dtype), record)[0]
         if self._options.recipe != "delayed":
             return self._quantizers[_role(slot)](x)
         if slot.scales.is_warm:
@@ -145,13 +146,14 @@ class TeOperations:
     def _made(self, slot: Slot, compute: Callable[..., Any], record: bool) -> tuple[Narrow, tuple[Any, ...]]:
         """Call a kernel with its factor; what Transformer Engine multiplies, and what else the kernel returned."""
         assert self._options is not None
+        make = self._kernels.Factor
         if self._is_known(slot):
             amax = slot.amax if record else slot.scratch
-            result = compute(amax=amax, scale=slot.scale, scale_inv=slot.scale_inv)
+            result = compute(factor=make(amax, scale=slot.scale, scale_inv=slot.scale_inv))
             quantizer = self._delayed(slot, record)
         else:
             amax = torch.zeros(1, device=self._device)
-            result = compute(amax=amax)
+            result = compute(factor=make(amax, guess=slot.guess))
             quantizer = self._quantizers[_role(slot)]
             if record and self._options.recipe == "delayed":
                 torch.maximum(slot.amax, amax, out=slot.amax)
@@ -176,7 +178,7 @@ class TeOperations:
         if kernels is None or slot is None:
             return None
         narrow, (summed, _, scales) = self._made(
-            slot, partial(kernels.add_rms_norm_narrow, hidden, added, gain, eps=eps), record
+            slot, partial(_kernel("norm_narrow").add_rms_norm_narrow, hidden, added, gain, eps=eps), record
         )
         return summed, narrow, scales
 
@@ -184,7 +186,7 @@ class TeOperations:
         """See ``Operations``."""
         kernels = self._fused(slot, x, x.shape[0], x.shape[1] // 2) if kind == "swiglu" else None
         if kernels is not None and slot is not None:
-            return self._made(slot, partial(kernels.swiglu_narrow, x), record)[0]
+            return self._made(slot, partial(_kernel("swiglu_narrow").swiglu_narrow, x), record)[0]
         activated = getattr(self._tex, kind)(x, None)
         return self.quantize(activated, slot, record=record)
 
@@ -197,14 +199,14 @@ class TeOperations:
         """See ``Operations``."""
         kernels = self._fused(slot, x, *grad.shape) if kind == "swiglu" else None
         if kernels is not None and slot is not None:
-            return self._made(slot, partial(kernels.swiglu_backward_narrow, grad, x), True)[0]
+            return self._made(slot, partial(_kernel("swiglu_narrow").swiglu_backward_narrow, grad, x), True)[0]
         return self.quantize(self.activate_backward(grad, x, kind), slot, record=True)
 
     def turned_back_quantized(self, parts: Heads, rotation: Rotation, slot: Slot | None) -> Narrow:
         """See ``Operations``."""
         tables = rotation.tables
         if self._kernels is not None and slot is not None:
-            kernels = import_module("lightning_megatron.kernels.unrotate_narrow")
+            kernels = _kernel("unrotate_narrow")
             if kernels.fits(*parts, tables.cos) and kernels.is_right(self._device):
                 return self._made(slot, partial(kernels.unrotate_narrow, *parts, cos=tables.cos, sin=tables.sin), True)[0]
         return self.quantize(rotation.turned_back(*parts).flatten(0, 1), slot, record=True)
@@ -318,9 +320,13 @@ class TeOperations:
         return result
 
 
+def _kernel(name: str) -> Any:
+    return import_module(f"lightning_megatron.kernels.{name}")
+
+
 def _checked_kernels(device: torch.device) -> Any:
-    if import_module("lightning_megatron.kernels.narrow_check").are_right(device):
-        return import_module("lightning_megatron.kernels.narrow")
+    if _kernel("narrow_check").are_right(device):
+        return _kernel("narrow")
     warnings.warn(
         "Triton compiles this project's 8-bit kernels wrongly on this machine; Transformer Engine's take their place, at the "
         "cost of more passes over memory.",
