@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_HEADS = 16  # heads that a program works on
+_MOST_HEADS = 8  # of a program, one after another
+_NUMBERS, _WARPS = 1024, 4  # of half of a head that a program takes at a time: 16 bytes a thread
 
 
 def rotate_together(q: Tensor, k: Tensor, v: Tensor, *, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
@@ -25,18 +28,28 @@ def rotate_together(q: Tensor, k: Tensor, v: Tensor, *, cos: Tensor, sin: Tensor
     num_kv = k.shape[2]
     total = num_q + 2 * num_kv
     fused = q.new_empty((seq, batch, total * size))
+    heads, block = gcd(num_q, num_kv, _MOST_HEADS), triton.next_power_of_2(size // 2)
+    tokens = max(_NUMBERS // block, 1)
     if fused.numel():
         with torch.cuda.device_of(q):
-            _rotate_heads[(seq * batch, triton.cdiv(total, _HEADS))](
+            _rotate_heads[(triton.cdiv(seq * batch, tokens), total // heads)](
                 *(q, k, v, cos, sin, fused),
                 *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-                *(batch, num_q, num_kv, size // 2),
+                *(seq * batch, batch, num_q, num_kv),
                 SIGN=-1 if inverse else 1,
-                HEADS=_HEADS,
-                BLOCK=triton.next_power_of_2(size // 2),
-                num_warps=4,
+                HALF=size // 2,
+                HEADS=heads,
+                TOKENS=tokens,
+                BLOCK=block,
+                num_warps=_WARPS,
             )
     return fused
+
+
+@triton.jit
+def _of_part(head, num_q, num_kv, of_q, of_k, of_v):
+    # What belongs to the part that a head is of.
+    return tl.where(head < num_q, of_q, tl.where(head < num_q + num_kv, of_k, of_v))
 
 
 @triton.jit
@@ -56,36 +69,42 @@ def _rotate_heads(
     v_seq,
     v_batch,
     v_head,
+    num,
     num_batch,
     num_q,
     num_kv,
-    half,
     SIGN: tl.constexpr,
+    HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    position, batch = token // num_batch, token % num_batch
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    # All heads of a program are of one part. A head is loaded before the one before it is written: no load waits behind a
+    # store. The products and sums are spelt out, so that they are rounded alike wherever they stand.
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    inside = column < half
-    is_q, is_k = inside & (head < num_q), inside & (head >= num_q) & (head < num_q + num_kv)
-    is_v = inside & (head >= num_q + num_kv) & (head < num_q + 2 * num_kv)
-    from_q = q + position * q_seq + batch * q_batch + head * q_head + column
-    from_k = k + position * k_seq + batch * k_batch + (head - num_q) * k_head + column
-    from_v = v + position * v_seq + batch * v_batch + (head - num_q - num_kv) * v_head + column
-    # Of the three loads one finds something: adding them puts them together.
-    first = tl.load(from_q, mask=is_q, other=0.0).to(tl.float32)
-    first += tl.load(from_k, mask=is_k, other=0.0).to(tl.float32)
-    first += tl.load(from_v, mask=is_v, other=0.0).to(tl.float32)
-    second = tl.load(from_q + half, mask=is_q, other=0.0).to(tl.float32)
-    second += tl.load(from_k + half, mask=is_k, other=0.0).to(tl.float32)
-    second += tl.load(from_v + half, mask=is_v, other=0.0).to(tl.float32)
-    turns = head < num_q + num_kv
-    table = position * 2 * half + column
-    c = tl.where(turns, tl.load(cos + table, mask=inside, other=0.0), 1.0)
-    s = tl.where(turns, tl.load(sin + table, mask=inside, other=0.0), 0.0) * SIGN
-    place = fused + (token * (num_q + 2 * num_kv) + head) * 2 * half + column
-    is_any = inside & (head < num_q + 2 * num_kv)
-    tl.store(place, first * c - second * s, mask=is_any)
-    tl.store(place + half, second * c + first * s, mask=is_any)
+    head = tl.program_id(1) * HEADS
+    inside = (token < num) & (column < HALF)
+    position = token // num_batch
+    seq = _of_part(head, num_q, num_kv, q_seq, k_seq, v_seq)
+    batch = _of_part(head, num_q, num_kv, q_batch, k_batch, v_batch)
+    step = _of_part(head, num_q, num_kv, q_head, k_head, v_head)
+    number = head - _of_part(head, num_q, num_kv, 0, num_q, num_q + num_kv)
+    start = _of_part(head, num_q, num_kv, q, k, v) + number.to(tl.int64) * step
+    row = position.to(tl.int64) * seq + (token - position * num_batch).to(tl.int64) * batch + column
+    first = tl.load(start + row, mask=inside)
+    second = tl.load(start + row + HALF, mask=inside)
+    turns = inside & (head < num_q + num_kv)
+    table = position.to(tl.int64) * (2 * HALF) + column
+    c = tl.load(cos + table, mask=turns, other=1.0)  # values turn by an angle of zero
+    s = tl.load(sin + table, mask=turns, other=0.0) * SIGN
+    minus = s * -1.0
+    place = fused + token.to(tl.int64) * ((num_q + 2 * num_kv) * 2 * HALF) + head * 2 * HALF + column
+    for done in tl.static_range(HEADS):
+        one, two = first.to(tl.float32), second.to(tl.float32)
+        if done + 1 < HEADS:
+            start += step
+            first, second = tl.load(start + row, mask=inside), tl.load(start + row + HALF, mask=inside)
+        tl.store(place, tl.fma(one, c, two * minus), mask=inside)
+        tl.store(place + HALF, tl.fma(two, c, one * s), mask=inside)
+        place += 2 * HALF
