@@ -18,7 +18,7 @@ from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.sharding import sharding_of
 from lightning_megatron.testing import run_distributed
 
-RANKS, GLOBAL_BATCH, SEQUENCE, STEPS, SEED = 8, 8, 8, 3, 4
+RANKS, GLOBAL_BATCH, SEQUENCE, STEPS, SEED = 8, 8, 8, 2, 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp8": {},
     "tp2 pp2": {"tp": 2, "pp": 2},
@@ -29,9 +29,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 cp2": {"tp": 2, "cp": 2},
     "tp4 pp2": {"tp": 4, "pp": 2},
 }
-TINY = 4 / 2**20
-# Of different sizes, so that the slices of the optimizer lie differently; the last ones have one bucket.
-BUCKETS_MB = {name: 200 * (number + 1) * TINY if number < 6 else 128.0 for number, name in enumerate(LAYOUTS)}
+# Elements of a bucket: four or five buckets a rank, of different sizes, so that the slices of the optimizer lie
+# differently, and one bucket for all in the last layouts. More buckets are more collectives of eight processes on few cores.
+BUCKET_NUMEL = dict(zip(LAYOUTS, (2500, 600, 700, 500, 550, 1200, 2**20, 2**20), strict=True))
 CONFIG = GPTConfig(
     num_layers=4,
     hidden_size=16,
@@ -119,14 +119,14 @@ def wrong(strategy: Any, expected: dict[str, Tensor]) -> list[str]:
 def trainer_of(name: str, *callbacks: Callback) -> L.Trainer:
     layout = LAYOUTS[name]
     optimizer = DistributedOptimizerConfig(
-        bucket_mb=BUCKETS_MB[name],
+        bucket_mb=BUCKET_NUMEL[name] * 4 / 2**20,
         overlap_grad_reduce=False,
         overlap_param_gather=False,  # which cost time here
     )
     return L.Trainer(
         accelerator="cpu",
         devices=RANKS,
-        strategy=MegatronStrategy(**layout, micro_batch_size=2 if "pp" in layout else None, optimizer=optimizer),
+        strategy=MegatronStrategy(**layout, num_microbatches=2 if "pp" in layout else None, optimizer=optimizer),
         plugins=MegatronPrecision("64-true"),
         callbacks=list(callbacks),
         max_epochs=1,
