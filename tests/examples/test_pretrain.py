@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tests.launch.processes import ROOT, run_jobs
 
-SMALL = ["--max-steps=6", "--vocab-size=300", "--corpus-mb=0.1", "--seq-len=16", "--batch-size=4", "--micro-batch-size=2"]
+# Validations and saves, one every seven steps, cost more than the steps between them.
+SMALL = ["--max-steps=14", "--vocab-size=300", "--corpus-mb=0.1", "--seq-len=16", "--batch-size=4", "--micro-batch-size=2"]
 
 
 def test_the_example_trains_saves_resumes_and_continues_a_prompt_on_four_ranks(tmp_path: Path) -> None:
