@@ -93,11 +93,11 @@ def check_overlap(parallelism: Parallelism, backend: Backend) -> None:
     Raises:
         ValueError: they cannot.
     """
-    if parallelism.tp_overlap > 1 and parallelism.tp > 1 and isinstance(backend, TeBackend):
+    options = backend.scales.options if isinstance(backend, TeBackend) and backend.scales is not None else None
+    if parallelism.tp_overlap > 1 and parallelism.tp > 1 and options is not None and not options.is_per_tensor:
         raise ValueError(
-            f"tp_overlap={parallelism.tp_overlap} is for backend='torch' in this version: products by Transformer Engine, "
-            f"which fp8 needs, run before or behind their communication (its userbuffers are not used). Set tp_overlap=1, or "
-            f"backend='torch' and fp8=None."
+            f"tp_overlap={parallelism.tp_overlap} does not go with fp8={options.recipe!r} in this version: pieces of a matrix "
+            f"are multiplied by one factor that all of it has. Set tp_overlap=1, or fp8='delayed' or 'current'."
         )
 
 

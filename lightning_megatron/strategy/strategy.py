@@ -69,7 +69,7 @@ class MegatronStrategy(SteppingStrategy):
         shard_batch: ``(batch, cut) -> batch``, cuts a micro-batch over cp: see ``sequence_batch.SequenceCut``. A module's
             method of this name does the same. By default every tensor whose dim 1 is the sequence length is cut.
         sequence_parallel: cut activations between tensor-parallel blocks along the sequence (with ``tp > 1``).
-        tp_overlap: pieces of products beside their communication over tp (torch backend). See docs/performance.md.
+        tp_overlap: pieces of products beside their communication over tp. See docs/performance.md.
         schedule: ``1f1b``, ``interleaved`` (``vpp > 1``), ``gpipe``, ``zbh1``, ``zbv`` (``vpp=2``), or ``auto``, which says
             on rank 0 what it picked and why (pipeline/choice.py); a function ``(rank, placement, num_microbatches) ->
             list[Action]``, or such a list for each rank, is simulated before it runs.

@@ -31,7 +31,7 @@ from lightning_megatron.comm import all_gather, reduce_from, reduce_scatter_to
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.rng import named_generator
 from lightning_megatron.sharding import Box, Init, ParamSharding, replicated, set_sharding
-from lightning_megatron.tensor_parallel.pieces import gathered_product, reduced_product, scattered_product
+from lightning_megatron.tensor_parallel.pieces import Multiplier, gathered_product, reduced_product, scattered_product
 from lightning_megatron.tensor_parallel.product import (
     Pending,
     add_weight_gradient,
@@ -292,7 +292,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         if num_pieces > 1 and sequence_parallel:
-            return gathered_product(x, weight.t(), bias, axis, num_pieces=num_pieces)[0]
+            return gathered_product(x, Multiplier.of(weight.t(), bias), axis, num_pieces=num_pieces)[0]
         full = all_gather(x, axis, dim=0) if sequence_parallel else x
         return product(full, weight, bias, added=added)
 
@@ -351,7 +351,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.axis, ctx.sequence_parallel = axis, sequence_parallel
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         multiply = scattered_product if sequence_parallel else reduced_product
-        return multiply(x, weight.t(), axis, num_pieces=num_pieces)
+        return multiply(x, Multiplier.of(weight.t()), axis, num_pieces=num_pieces)
 
     @staticmethod
     @once_differentiable
@@ -361,7 +361,7 @@ class _RowLinear(torch.autograd.Function):
         full: Tensor | None = grad
         with outside_autocast(grad):
             if ctx.sequence_parallel and weight is not None:
-                grad_x, full = gathered_product(grad.contiguous(), weight, None, ctx.axis, num_pieces=2)
+                grad_x, full = gathered_product(grad.contiguous(), Multiplier.of(weight), ctx.axis, num_pieces=2)
             elif ctx.sequence_parallel:
                 full = start_all_gather(grad, ctx.axis).wait()
             elif weight is not None:

@@ -10,6 +10,8 @@ All functions here are forwards of autograd functions; nothing is differentiated
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -19,44 +21,89 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.tensor_parallel.product import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 
 
+@dataclass(frozen=True)
+class Multiplier:
+    """What rows are multiplied by.
+
+    Args:
+        write: puts the product of some rows, ``[N, in]``, into its place, ``[N, out]``; both are contiguous.
+        size: out.
+        dtype: of the product.
+        multiple: pieces are of multiples of so many entries of dim 0.
+    """
+
+    write: Callable[[Tensor, Tensor], object]
+    size: int
+    dtype: torch.dtype
+    multiple: int = 1
+
+    @classmethod
+    def of(cls, matrix: Tensor, bias: Tensor | None = None) -> Multiplier:
+        """``[in, out]``, and ``[out]`` that is added."""
+
+        def write(rows: Tensor, place: Tensor) -> None:
+            if bias is None:
+                torch.mm(rows, matrix, out=place)
+            else:
+                torch.addmm(bias, rows, matrix, out=place)
+
+        return cls(write, matrix.shape[1], matrix.dtype)
+
+    def multiply(self, x: Tensor, out: Tensor) -> None:
+        """``[.., in] -> [.., out]``, both contiguous."""
+        if x.numel() > 0:
+            self.write(x.reshape(-1, x.shape[-1]), out.view(-1, self.size))
+
+    def lengths(self, length: int, num_pieces: int) -> list[tuple[int, int]]:
+        """Where pieces begin and end, as even as can be; none is empty."""
+        bounds = [length * index // num_pieces // self.multiple * self.multiple for index in range(num_pieces)]
+        return [(start, stop) for start, stop in pairwise([*bounds, length]) if start < stop]
+
+
 def gathered_product(
-    x: Tensor, matrix: Tensor, bias: Tensor | None, axis: Axis, *, num_pieces: int
+    x: Tensor, by: Multiplier, axis: Axis, *, num_pieces: int, keeps: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """``gather(x) matrix + bias``: ``[n, .., in], [in, out] -> [n * size, .., out]``. See Note [Own part first].
+    """The product of what is gathered: ``[n, .., in] -> [n * size, .., out]``. See Note [Own part first].
 
     Args:
         x: this rank's part of the input along dim 0.
-        matrix: the second factor.
-        bias: ``[out]``.
+        by: the second factor.
         axis: the ranks that hold the parts.
         num_pieces: products one after the other: the own part, and the others in ``num_pieces - 1``.
+        keeps: the gathered input is wanted too, which takes a copy if it comes in several pieces.
 
     Returns:
-        The product, and the gathered input if that came in one piece.
+        The product, and the gathered input if that is wanted or came in one piece.
     """
     length = x.shape[0]
-    lengths = _lengths(length, num_pieces - 1)
-    pieces = [(start, stop, start_all_gather(x[start:stop], axis)) for start, stop in lengths]
-    result = x.new_empty((axis.size, length, *x.shape[1:-1], matrix.shape[1]))
-    _multiply(x, matrix, bias, result[axis.rank])
+    bounds = by.lengths(length, num_pieces - 1)
+    pieces = [(start, stop, start_all_gather(x[start:stop], axis)) for start, stop in bounds]
+    whole = pieces[0][2].tensor if len(pieces) == 1 else None
+    result = x.new_empty((axis.size, length, *x.shape[1:-1], by.size), dtype=by.dtype)
+    by.multiply(x, result[axis.rank])
+    if len(pieces) == 1:  # ranks that follow each other lie one behind the other, here and there
+        parts = pieces[0][2].wait().view(axis.size, *x.shape)
+        for first, last in ((0, axis.rank), (axis.rank + 1, axis.size)):
+            by.multiply(parts[first:last], result[first:last])
+        return result.flatten(0, 1), whole
+    if keeps:
+        whole = x.new_empty((axis.size * length, *x.shape[1:]))
     for start, stop, gathering in pieces:
         parts = gathering.wait().view(axis.size, stop - start, *x.shape[1:])
-        if stop - start == length:  # ranks that follow each other lie one behind the other, here and there
-            for first, last in ((0, axis.rank), (axis.rank + 1, axis.size)):
-                _multiply(parts[first:last], matrix, bias, result[first:last])
-            continue
         for rank in range(axis.size):
             if rank != axis.rank:
-                _multiply(parts[rank], matrix, bias, result[rank, start:stop])
-    return result.flatten(0, 1), pieces[0][2].tensor if len(pieces) == 1 else None
+                by.multiply(parts[rank], result[rank, start:stop])
+        if whole is not None:
+            whole.view(axis.size, *x.shape)[:, start:stop] = parts
+    return result.flatten(0, 1), whole
 
 
-def scattered_product(x: Tensor, matrix: Tensor, axis: Axis, *, num_pieces: int) -> Tensor:
-    """``x matrix`` summed over the axis, own part kept: ``[n * size, .., in], [in, out] -> [n, .., out]``.
+def scattered_product(x: Tensor, by: Multiplier, axis: Axis, *, num_pieces: int) -> Tensor:
+    """The product summed over the axis, own part kept: ``[n * size, .., in] -> [n, .., out]``.
 
     Args:
         x: the first factor.
-        matrix: the second.
+        by: the second.
         axis: the ranks that each hold a summand.
         num_pieces: products one after the other.
 
@@ -70,43 +117,26 @@ def scattered_product(x: Tensor, matrix: Tensor, axis: Axis, *, num_pieces: int)
         )
     length = x.shape[0] // axis.size
     parts = x.contiguous().view(axis.size, length, *x.shape[1:])
-    result = x.new_empty((length, *x.shape[1:-1], matrix.shape[1]))
+    result = x.new_empty((length, *x.shape[1:-1], by.size), dtype=by.dtype)
     sending = []
-    for start, stop in _lengths(length, num_pieces):
+    for start, stop in by.lengths(length, num_pieces):
         rows = parts[:, start:stop]
-        made = x.new_empty((*rows.shape[:-1], matrix.shape[1]))
+        made = x.new_empty((*rows.shape[:-1], by.size), dtype=by.dtype)
         for rank in range(axis.size):
-            _multiply(rows[rank], matrix, None, made[rank])
+            by.multiply(rows[rank], made[rank])
         sending.append((start, stop, start_reduce_scatter(made.flatten(0, 1), axis)))
     for start, stop, scattering in sending:
         result[start:stop] = scattering.wait()
     return result
 
 
-def reduced_product(x: Tensor, matrix: Tensor, axis: Axis, *, num_pieces: int) -> Tensor:
-    """``x matrix`` summed over the axis: ``[n, .., in], [in, out] -> [n, .., out]``. Arguments as above."""
-    result = x.new_empty((*x.shape[:-1], matrix.shape[1]))
+def reduced_product(x: Tensor, by: Multiplier, axis: Axis, *, num_pieces: int) -> Tensor:
+    """The product summed over the axis: ``[n, .., in] -> [n, .., out]``. Arguments as above."""
+    result = x.new_empty((*x.shape[:-1], by.size), dtype=by.dtype)
     sending: list[Pending] = []
-    for start, stop in _lengths(x.shape[0], num_pieces):
-        _multiply(x[start:stop], matrix, None, result[start:stop])
+    for start, stop in by.lengths(x.shape[0], num_pieces):
+        by.multiply(x[start:stop], result[start:stop])
         sending.append(start_all_reduce(result[start:stop], axis))
     for reducing in sending:
         reducing.wait()
     return result
-
-
-def _lengths(length: int, num_pieces: int) -> list[tuple[int, int]]:
-    """Where pieces begin and end, as even as can be; none is empty."""
-    bounds = [length * index // num_pieces for index in range(num_pieces + 1)]
-    return [(start, stop) for start, stop in pairwise(bounds) if start < stop]
-
-
-def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write ``x matrix + bias`` into ``out``, both contiguous: ``[.., in], [in, out] -> [.., out]``."""
-    if x.numel() == 0:
-        return
-    rows, place = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
-    if bias is None:
-        torch.mm(rows, matrix, out=place)
-    else:
-        torch.addmm(bias, rows, matrix, out=place)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_megatron.layers.te_backend import PlainOperations, TeBackend
+from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, TeBackend
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.strategy.options import check_overlap
@@ -141,7 +141,11 @@ def test_training_in_pieces_is_the_same_within_rounding() -> None:
             torch.testing.assert_close(outcome.final[name], value, rtol=1e-9, atol=1e-10, msg=name)
 
 
-def test_pieces_on_transformer_engine_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="tp_overlap=2 is for backend='torch'"):
-        check_overlap(Parallelism(tp=2, tp_overlap=2), TeBackend(PlainOperations(None)))
-    check_overlap(Parallelism(tp=2), TeBackend(PlainOperations(None)))
+def test_pieces_of_block_formats_are_refused_by_name() -> None:
+    blocks = Fp8Options(recipe="blockwise")
+    backend = TeBackend(PlainOperations(None), blocks)
+    with pytest.raises(ValueError, match="tp_overlap=2 does not go with fp8='blockwise'"):
+        check_overlap(Parallelism(tp=2, tp_overlap=2), backend)
+    check_overlap(Parallelism(tp=2), backend)
+    for options in (None, Fp8Options(), Fp8Options(recipe="current")):
+        check_overlap(Parallelism(tp=2, tp_overlap=2), TeBackend(PlainOperations(options), options))

@@ -20,17 +20,17 @@ from math import nan
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_megatron.comm import all_gather, all_gather_single, all_reduce, reduce_scatter, reduce_scatter_single
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.norm import _AddNorm
 from lightning_megatron.layers.rope import RotateFused
 from lightning_megatron.layers.te_backend.operations import Narrow, Operations, Rotation
+from lightning_megatron.layers.te_backend.pieces import gathered, gathered_product, summed_product
 from lightning_megatron.layers.te_backend.scales import Slot
 from lightning_megatron.mesh import Axis
+from lightning_megatron.tensor_parallel.product import start_all_gather, start_all_reduce, start_reduce_scatter
 from lightning_megatron.weight_gradients import now_or_later, waits
 
 
@@ -118,6 +118,7 @@ class Job:
         record: whether this is training, whose magnitudes later steps should know.
         activation: before a row layer.
         activates_again: make the activation again for the weight's gradient instead of keeping it.
+        num_pieces: in which products and their communication are done beside each other; 1: one after the other.
         given: where the input may be, instead of in the argument.
         handoff: between a row layer and the column layer before it: the gradient of what lies between.
     """
@@ -132,6 +133,7 @@ class Job:
     record: bool = True
     activation: Activation | None = None
     activates_again: bool = False
+    num_pieces: int = 1
     given: Handoff | None = field(default=None, compare=False)
     handoff: Handoff | None = field(default=None, compare=False)
 
@@ -192,17 +194,23 @@ class ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, job: Job) -> Tensor:
         """Inputs: hidden states, ``[out/tp, in]``, ``[out/tp]``."""
-        ops, own = job.operations, None
+        ops, own, factor = job.operations, None, job.weight(weight)
         narrow = None if job.given is None else job.given.take()
+
+        def multiply(matrix: Narrow, out: Tensor | None) -> Tensor:
+            return ops.product(factor, matrix, bias, x, out=out)
+
         if narrow is None:
             rows = _rows(x)
             own = rows if job.sequence_parallel and not ops.is_narrow else None
-            whole = all_gather(rows, job.axis, dim=0) if job.sequence_parallel else rows
-            narrow = ops.quantize(whole, job.input_slot, record=job.record)
-        result = ops.product(job.weight(weight), narrow, bias, x)
-        kept = own if own is not None else ops.keep_columns(narrow)
+            result, narrow = gathered_product(rows, job.input_slot, multiply, job=job, size=len(weight), keeps=own is None)
+        else:
+            result = multiply(narrow, None)
+        kept = None
+        if ctx.needs_input_grad[1] and job.record:
+            kept = own if own is not None else ops.keep_columns(narrow)
         ctx.job, ctx.shape = job, x.shape
-        _save(ctx, weight, kept if ctx.needs_input_grad[1] else None)
+        _save(ctx, weight, kept)
         return result.view(x.shape[0] * (job.axis.size if job.sequence_parallel else 1), *x.shape[1:-1], -1)
 
     @staticmethod
@@ -216,7 +224,8 @@ class ColumnLinear(torch.autograd.Function):
         reducing = None
         whole = _gathered_beside(kept, job, beside=ctx.needs_input_grad[1] and not waits(ctx))
         if ctx.needs_input_grad[0]:
-            reducing = _start_reduction(ops.input_gradient(job.weight(weight), narrow, grad), job)
+            start = start_reduce_scatter if job.sequence_parallel else start_all_reduce
+            reducing = start(ops.input_gradient(job.weight(weight), narrow, grad), job.axis)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = now_or_later(
@@ -226,7 +235,7 @@ class ColumnLinear(torch.autograd.Function):
                 put=lambda total: ops.add_weight_gradient(whole(), narrow, total, add=False),
             )
         grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
-        return None if reducing is None else reducing().view(ctx.shape), grad_weight, grad_bias, None
+        return None if reducing is None else reducing.wait().view(ctx.shape), grad_weight, grad_bias, None
 
 
 class RowLinear(torch.autograd.Function):
@@ -251,12 +260,17 @@ class RowLinear(torch.autograd.Function):
             narrow = ops.activate_quantized(rows, job.activation, job.input_slot, record=job.record)
         assert residual is None or job.axis.size == 1, "the residual is added once, not on each rank"
         beside = None if residual is None else _rows(residual)
-        partial = ops.product(job.weight(weight), narrow, None, x, added=beside).view(*x.shape[:-1], -1)
+        factor = job.weight(weight)
+
+        def multiply(matrix: Narrow, out: Tensor | None) -> Tensor:
+            return ops.product(factor, matrix, None, x, added=beside, out=out)
+
+        result = summed_product(narrow, multiply, x, job=job, size=len(weight))
         ctx.job, ctx.shape = job, x.shape
         keeps = ctx.needs_input_grad[1] and not (job.activates_again and job.activation is not None)
         kept = ops.keep_columns(narrow) if keeps else None
         _save(ctx, None if job.activation is None else rows, weight, kept)
-        return reduce_scatter(partial, job.axis, dim=0) if job.sequence_parallel else all_reduce(partial, job.axis)
+        return result
 
     @staticmethod
     @once_differentiable
@@ -264,11 +278,16 @@ class RowLinear(torch.autograd.Function):
         """Gradients of the inputs; the weight's may be added to its sum instead."""
         job: Job = ctx.job
         ops, (rows, weight, kept) = job.operations, _saved(ctx)
-        whole = all_gather(grad, job.axis, dim=0) if job.sequence_parallel else grad
-        narrow = ops.quantize(_rows(whole), job.grad_slot, record=True)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = ops.input_gradient(job.weight(weight), narrow, grad)
+        part, factor, grad_x = _rows(grad), job.weight(weight), None
+
+        def multiply(matrix: Narrow, out: Tensor | None) -> Tensor:
+            return ops.input_gradient(factor, matrix, grad, out=out)
+
+        if not ctx.needs_input_grad[0]:
+            narrow = gathered(part, job.grad_slot, job)
+        else:
+            size = weight.shape[1]
+            grad_x, narrow = gathered_product(part, job.grad_slot, multiply, job=job, size=size, keeps=True)
             if job.activation is not None and job.handoff is None:
                 grad_x = ops.activate_backward(grad_x, rows, job.activation)
             elif job.activation is not None and job.handoff is not None:
@@ -279,6 +298,7 @@ class RowLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if kept is None and job.activation is not None:
                 kept = ops.keep_columns(ops.activate_quantized(rows, job.activation, job.input_slot, record=False))
+            narrow = ops.keep_columns(narrow)
             grad_weight = now_or_later(
                 ctx,
                 lambda: ops.weight_gradient(kept, narrow, weight),
@@ -297,37 +317,7 @@ def _gathered_beside(kept: Narrow, job: Job, *, beside: bool) -> Callable[[], Na
     """The column layer's whole input; gathered from now on if ``beside``, else when it is asked for."""
     if kept is None or not job.sequence_parallel or job.operations.is_narrow:
         return lambda: kept
-    return _start_gather(kept, job.axis) if beside else lambda: _start_gather(kept, job.axis)()
-
-
-def _start_gather(part: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    full = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
-    work = all_gather_single(full.view(-1), part.contiguous().view(-1), group=axis.group, async_op=True)
-
-    def wait() -> Tensor:
-        work.wait()
-        return full
-
-    return wait
-
-
-def _start_reduction(x: Tensor, job: Job) -> Callable[[], Tensor]:
-    """The sum over tp, ``[N, n] -> [N/tp, n]`` under sequence parallelism, in flight."""
-    axis = job.axis
-    if axis.group is None:
-        return lambda: x
-    if job.sequence_parallel:
-        result = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-        work = reduce_scatter_single(result.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
-    else:
-        result = x.contiguous()
-        work = dist.all_reduce(result.view(-1), group=axis.group, async_op=True)
-
-    def wait() -> Tensor:
-        work.wait()
-        return result
-
-    return wait
+    return start_all_gather(kept, job.axis).wait if beside else lambda: start_all_gather(kept, job.axis).wait()
 
 
 def _save(ctx: Any, *items: Tensor | Narrow | None) -> None:

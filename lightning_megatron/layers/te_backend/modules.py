@@ -233,7 +233,8 @@ def _job(linear: Any, operations: Operations, scales: Scales | None, given: Hand
     input_slot = grad_slot = None
     if scales is not None:
         input_slot, grad_slot = scales.slot(torch.float8_e4m3fn), scales.slot(torch.float8_e5m2)
-    return Job(operations, WeightCache(), mesh.tp, mesh.sequence_parallel, input_slot, grad_slot, given=given)
+    options: dict[str, Any] = {"num_pieces": mesh.parallelism.tp_overlap, "given": given}
+    return Job(operations, WeightCache(), mesh.tp, mesh.sequence_parallel, input_slot, grad_slot, **options)
 
 
 def _begin(scales: Scales | None, x: Tensor) -> int:

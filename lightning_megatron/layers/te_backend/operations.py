@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_megatron.layers.backend import Activation
@@ -58,6 +59,18 @@ class Operations(Protocol):
         """``[N, n]``, both forms. ``record``: remember the largest magnitude for later steps."""
         ...
 
+    def round_rows(self, x: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Narrow:
+        """``[N, n]`` by the factor ``scale``, rows alone. ``amax`` is raised to the largest magnitude. Both fp32 ``[1]``."""
+        ...
+
+    def rows(self, x: Narrow) -> Tensor:
+        """What its rows consist of, ``[N, n]``: bytes of a matrix in 8 bits."""
+        ...
+
+    def with_rows(self, x: Narrow, rows: Tensor) -> Narrow:
+        """Other rows, ``[N', n]``, by the factor of ``x``, without columns."""
+        ...
+
     def quantize_weight(self, weight: Tensor) -> Narrow:
         """``[out, in]``, both forms, by the weight's own largest magnitude."""
         ...
@@ -91,16 +104,28 @@ class Operations(Protocol):
         """``Rotation.turned_back``, quantized: ``[S * B, (h + 2g) * d]``."""
         ...
 
-    def product(self, weight: Narrow, x: Narrow, bias: Tensor | None, like: Tensor, *, added: Tensor | None = None) -> Tensor:
-        """``x weight^T + bias + added``: ``[N, in], [out, in] -> [N, out]`` in the dtype of ``like``."""
+    def product(
+        self,
+        weight: Narrow,
+        x: Narrow,
+        bias: Tensor | None,
+        like: Tensor,
+        *,
+        added: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """``x weight^T + bias + added``: ``[N, in], [out, in] -> [N, out]`` in the dtype of ``like``.
+
+        ``out``: where to write it, contiguous; nothing is added then.
+        """
         ...
 
     def adds_to(self, added: Tensor, weight: Tensor) -> bool:
         """Whether ``product`` by that parameter, which may be held in 8 bits, adds ``[.., out]`` without a pass for it."""
         ...
 
-    def input_gradient(self, weight: Narrow, grad: Narrow, like: Tensor) -> Tensor:
-        """``grad weight``: ``[N, out], [out, in] -> [N, in]`` in the dtype of ``like``."""
+    def input_gradient(self, weight: Narrow, grad: Narrow, like: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """``grad weight``: ``[N, out], [out, in] -> [N, in]`` in the dtype of ``like``. ``out``: where to write it."""
         ...
 
     def weight_gradient(self, x: Narrow, grad: Narrow, like: Tensor) -> Tensor:
@@ -112,7 +137,7 @@ class Operations(Protocol):
         ...
 
     def keep_columns(self, x: Narrow) -> Narrow:
-        """The same without its rows, to be kept for a weight gradient."""
+        """The same without its rows, to be kept for a weight gradient. Columns are made if there are none."""
         ...
 
     # Attention

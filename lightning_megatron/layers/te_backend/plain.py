@@ -73,6 +73,25 @@ class PlainOperations:
             return _rounded(x, slot.scale, slot.dtype)
         return _rounded(x, _own_scale(amax, slot.dtype), slot.dtype)
 
+    def round_rows(self, x: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Rounded:
+        """See ``Operations``."""
+        torch.maximum(amax, x.detach().abs().amax().float().view(1), out=amax)
+        return _rounded(x, scale, dtype)
+
+    def rows(self, x: Tensor | Rounded) -> Tensor:
+        """See ``Operations``."""
+        if isinstance(x, Tensor):
+            return x
+        assert x.values is not None
+        return x.values.view(torch.uint8)
+
+    def with_rows(self, x: Tensor | Rounded, rows: Tensor) -> Tensor | Rounded:
+        """See ``Operations``."""
+        if isinstance(x, Tensor):
+            return rows
+        assert x.values is not None
+        return Rounded(rows.view(x.values.dtype), x.scale_inv)
+
     def quantize_weight(self, weight: Tensor) -> Tensor | Rounded:
         """See ``Operations``."""
         weight = weight.detach()
@@ -123,18 +142,21 @@ class PlainOperations:
         like: Tensor,
         *,
         added: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See ``Operations``."""
         result = F.linear(_wide(x), _wide(weight), None if bias is None else bias.to(_wide(x).dtype))
-        return (result if added is None else added + result).to(like.dtype)
+        return _placed(result if added is None else added + result, like, out)
 
     def adds_to(self, added: Tensor, weight: Tensor) -> bool:
         """See ``Operations``. Where the products of 16 bits do, so that tests can have both."""
         return current_products().adds_to(added, weight)
 
-    def input_gradient(self, weight: Tensor | Rounded, grad: Tensor | Rounded, like: Tensor) -> Tensor:
+    def input_gradient(
+        self, weight: Tensor | Rounded, grad: Tensor | Rounded, like: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         """See ``Operations``."""
-        return (_wide(grad) @ _wide(weight)).to(like.dtype)
+        return _placed(_wide(grad) @ _wide(weight), like, out)
 
     def weight_gradient(self, x: Tensor | Rounded, grad: Tensor | Rounded, like: Tensor) -> Tensor:
         """See ``Operations``."""
@@ -228,6 +250,10 @@ _ACTIVATIONS = {"swiglu": swiglu, "gelu": gelu}
 
 def _wide(x: Tensor | Rounded) -> Tensor:
     return x.wide() if isinstance(x, Rounded) else x
+
+
+def _placed(x: Tensor, like: Tensor, out: Tensor | None) -> Tensor:
+    return x.to(like.dtype) if out is None else out.copy_(x)
 
 
 def _own_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:

@@ -76,6 +76,23 @@ class TeOperations:
             torch.maximum(slot.amax, torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32), out=slot.amax)
         return narrow
 
+    def round_rows(self, x: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Narrow:
+        """See ``Operations``."""
+        quantizer = self._tensor.Float8Quantizer(scale, amax, self._dtypes[dtype], columnwise=False)
+        quantizer.internal = True
+        return quantizer(x)
+
+    def rows(self, x: Narrow) -> Tensor:
+        """See ``Operations``."""
+        result: Tensor = x if isinstance(x, Tensor) else x._data
+        return result
+
+    def with_rows(self, x: Narrow, rows: Tensor) -> Narrow:
+        """See ``Operations``."""
+        if isinstance(x, Tensor):
+            return rows
+        return self._storage.Float8TensorStorage(**(x.get_metadata() | {"data": rows, "data_transpose": None}))
+
     def quantize_weight(self, weight: Tensor) -> Narrow:
         """See ``Operations``."""
         return weight.detach() if self._options is None else self._quantizers["weight"](weight.detach())
@@ -213,12 +230,21 @@ class TeOperations:
 
     # Products. The library's dims are cuBLAS's: the first operand is the one whose dim comes to be the last of the result.
 
-    def product(self, weight: Narrow, x: Narrow, bias: Tensor | None, like: Tensor, *, added: Tensor | None = None) -> Tensor:
+    def product(
+        self,
+        weight: Narrow,
+        x: Narrow,
+        bias: Tensor | None,
+        like: Tensor,
+        *,
+        added: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """See ``Operations``."""
         addable = added is None or (added.dtype == like.dtype and TunedProducts.is_addable(added))
         if bias is None and addable and self._are_narrow(weight, x) and self._is_tuned(weight._data, x._data):
-            return self._multiply((x, x._data), (weight, weight._data), dtype=like.dtype, added=added, fast=True)
-        result: Tensor = self._gemm(weight, x, out_dtype=like.dtype, bias=bias)[0]
+            return self._multiply((x, x._data), (weight, weight._data), dtype=like.dtype, out=out, added=added, fast=True)
+        result: Tensor = self._gemm(weight, x, out_dtype=like.dtype, bias=bias, out=out)[0]
         return result if added is None else added + result
 
     def adds_to(self, added: Tensor, weight: Tensor) -> bool:
@@ -226,11 +252,13 @@ class TeOperations:
         tuned = isinstance(current_products(), TunedProducts) and TunedProducts.is_addable(added)
         return tuned and self._options is not None and self._options.is_per_tensor and added.dtype == weight.dtype
 
-    def input_gradient(self, weight: Narrow, grad: Narrow, like: Tensor) -> Tensor:
+    def input_gradient(self, weight: Narrow, grad: Narrow, like: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See ``Operations``."""
         if self._are_narrow(weight, grad) and self._is_tuned(weight._transpose, grad._data):
-            return self._multiply((grad, grad._data), (weight, weight._transpose), dtype=like.dtype, fast=self._is_fast)
-        options = {"grad": True, "use_split_accumulator": not self._is_fast}
+            return self._multiply(
+                (grad, grad._data), (weight, weight._transpose), dtype=like.dtype, out=out, fast=self._is_fast
+            )
+        options: dict[str, Any] = {"grad": True, "use_split_accumulator": not self._is_fast, "out": out}
         gemm = self._gemm(weight, grad, out_dtype=like.dtype, layout="NN", **options)
         result: Tensor = gemm[0]
         return result
