@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -13,6 +14,9 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -111,6 +115,30 @@ def run_forked(main: Callable[[], None], world_size: int, *, timeout_seconds: fl
                     codes[rank] = -99
         time.sleep(0.02)
     return [codes[rank] for rank in range(world_size)], [_text(file) for file in files]
+
+
+def run_agent(worker: Callable[[], None], folder: Path, *, num_nodes: int = 1, endpoint: str = "localhost:0") -> None:
+    """Do what torchrun does on a machine of two ranks. Its workers are forked, which spares them the imports.
+
+    What they write is in files named ``stdout.log`` and ``stderr.log`` below ``folder``.
+    """
+    config = LaunchConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=2,
+        max_restarts=0,  # torchrun's own default
+        run_id="7",
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
+    )
+    elastic_launch(config, _end_with_agent)(worker)
+
+
+def _end_with_agent(worker: Callable[[], None]) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: an agent that is killed leaves nothing behind
+    worker()
 
 
 def _forked(main: Callable[[], None], rank: int, world_size: int, *, port: int, out: int) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
+import sys
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,27 +16,28 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.testing import run_distributed
 
-from .processes import HERE, TORCHRUN, free_port, run_jobs
+from .processes import HERE, free_port, run_agent, run_forked
 from .tiny_script import train
 
+SCRIPT = str(HERE / "tiny_script.py")
 
-def test_two_machines_train_to_the_result_of_one_process() -> None:
+
+def run_script() -> None:
+    sys.argv = [SCRIPT, "--tp=2", "--devices=2", "--num_nodes=2", "--batch_size=2"]
+    runpy.run_path(SCRIPT, run_name="__main__")
+
+
+def test_two_machines_train_to_the_result_of_one_process(tmp_path: Path) -> None:
     """Tensor parallelism inside a machine, data parallelism across."""
     endpoint = f"127.0.0.1:{free_port()}"
-    torchrun = [
-        *TORCHRUN,
-        "--nnodes=2",
-        "--nproc-per-node=2",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={endpoint}",
-        "--rdzv-id=7",
-    ]
-    script = [str(HERE / "tiny_script.py"), "--tp=2", "--devices=2", "--num_nodes=2", "--batch_size=2"]
-    agents = run_jobs([*torchrun, *script], [*torchrun, *script])
-    assert [agent.code for agent in agents] == [0, 0], agents
-    assert all(agent.orphans == [] for agent in agents)
-    pattern = re.compile(r"rank=(\d) node=(\d) tp=(\d) dp=(\d) values=\[(.*)\]")
-    found = sorted(match.groups() for agent in agents for match in map(pattern.search, agent.output.splitlines()) if match)
+
+    def main() -> None:
+        run_agent(run_script, tmp_path / os.environ["RANK"], num_nodes=2, endpoint=endpoint)
+
+    codes, outputs = run_forked(main, 2)
+    assert codes == [0, 0], outputs
+    pattern = re.compile(r"^rank=(\d) node=(\d) tp=(\d) dp=(\d) values=\[(.*)\]$", re.MULTILINE)
+    found = sorted(match for log in tmp_path.rglob("stdout.log") for match in pattern.findall(log.read_text()))
     assert [ranks[:4] for ranks in found] == [
         ("0", "0", "0", "0"),
         ("1", "0", "1", "0"),
