@@ -19,6 +19,7 @@ from lightning_megatron.mesh import Mesh, use_mesh
 from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.testing import run_distributed
+from tests.layers.test_te_backend import train
 from tests.tensor_parallel.test_pieces import Order
 
 CPU = torch.device("cpu")
@@ -193,3 +194,13 @@ def test_models_in_8_bits_are_the_same_in_pieces(case: str, sequence_parallel: b
             assert one.keys() == expected.keys()
             for name, value in expected.items():
                 assert float((one[name] - value).norm() / value.norm()) < 1e-5, name
+
+
+def test_training_in_pieces_is_the_same_in_fp8() -> None:
+    layout = {"tp": 2, "micro_batch_size": 2}
+    runs = [run_distributed(train, 2, {**layout, "tp_overlap": pieces}, "delayed")[0] for pieces in (1, 2)]
+    (losses, state, factors), (of_losses, of_state, of_factors) = runs
+    assert of_losses == pytest.approx(losses, rel=1e-3)
+    assert of_factors == factors
+    for name, value in state.items():
+        assert float((of_state[name] - value).norm() / value.norm()) < 1e-2, name
