@@ -4,10 +4,11 @@
     python benchmarks/long_context.py --lengths 32768 --cp 2 --profile                # on two GPUs
     python benchmarks/long_context.py --lengths 32768 --memory-cp 2,4                 # ranks on one GPU: memory, no speed
 
-A length may say how it is to fit: ``131072:full:8`` is with ``recompute="full"`` and ``loss_chunks=8``, the recompute for the
-peer, too. Lengths above 65536 take one step after one of warm-up. Prints a JSON line for each, then a table: ``held`` is what
-parameters, gradients and the optimizer take between steps, ``activations`` what a step needs beyond it, in GiB and in bytes for
-each token of a rank. With ``--memory-cp``, ranks on one GPU at the last length before 65536, beside one rank. With
+A length may say how it is to fit: ``131072:full:8`` is with ``recompute="full"`` and ``loss_chunks=8``, and the peer then
+recomputes too; ``131072:norm+mlp:8`` recomputes by names, where the peer, which has no such choice, recomputes in full.
+Lengths above 65536 take one step after one of warm-up. Prints a JSON line for each, then a table: ``held`` is what
+parameters, gradients and the optimizer take between steps, ``activations`` what a step needs beyond it, in GiB and in bytes
+for each token of a rank. With ``--memory-cp``, ranks on one GPU at the last length before 65536, beside one rank. With
 ``--profile``, one more step's kernels by kind, and how much of the communication ran beside other kernels (the ring's
 transfers apart). ``--time-limit`` bounds all jobs together.
 """
@@ -110,7 +111,7 @@ def measure(options: argparse.Namespace, case: Case) -> None:
     warmup, steps = case.steps(options.warmup), case.steps(options.steps)
     num_steps = warmup + steps + options.profile
     clock, held = Clock(num_steps - 1 if options.profile else -1), HeldMemory()
-    chosen = {"backend": options.backend, "recompute": case.recompute}
+    chosen = {"backend": options.backend, "recompute": case.recompute.split("+") if "+" in case.recompute else case.recompute}
     strategy = MegatronStrategy(
         cp=cp, cp_comm=options.cp_comm, micro_batch_size=1, **{name: value for name, value in chosen.items() if value}
     )
@@ -177,7 +178,8 @@ def run_peer(options: argparse.Namespace, case: Case, cp: int) -> dict[str, Any]
     """The peer on the same shape, length and steps."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(cp), "--master-port", "29668"]
     command += [options.vs_megatron, "--cp", str(cp), "--seq", str(case.seq), "--mbs", "1", "--cp-comm", options.cp_comm]
-    command += ["--shape", options.shape, "--gbs", str(options.gbs), "--recompute", case.recompute]
+    command += ["--shape", options.shape, "--gbs", str(options.gbs)]
+    command += ["--recompute", "full" if "+" in case.recompute else case.recompute]
     command += ["--steps", str(case.steps(options.steps)), "--warmup", str(case.steps(options.warmup))]
     return next(iter(finished(command, options.deadline)), None)
 

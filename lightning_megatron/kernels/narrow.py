@@ -32,6 +32,7 @@ from torch import Tensor
 
 KNOWN, GUESS, CHECK = 0, 1, 2  # modes of the kernels, see Note [Guessed factors]
 _MULTIPLE = 128  # of tokens and features: whole tiles
+_CHECKING = 16  # programs side by side, of those that check
 _LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
@@ -44,8 +45,9 @@ class Tile:
     warps: int
 
     def grid(self, num: int, size: int, mode: int) -> tuple[int, int]:
-        """How many programs there are for ``[num, size]``; few of those that check, which mostly leave at once."""
-        return num // self.tokens, 1 if mode == CHECK else size // self.features
+        """How many programs there are for ``[num, size]``; fewer of those that check, which mostly leave at once."""
+        columns = size // self.features
+        return num // self.tokens, min(columns, _CHECKING) if mode == CHECK else columns
 
 
 ROUND = Tile(64, 128, 8)
@@ -249,7 +251,7 @@ def _round_narrow(
     factor, is_needed = _factor(inverse, scale, amax, MODE, LIMIT)
     if MODE == 2:
         if is_needed:
-            for column in tl.range(size // FEATURES):
+            for column in tl.range(tl.program_id(1), size // FEATURES, tl.num_programs(1)):
                 _round_tile(x, rows, columns, factor, column, num, size, WIDE_EXPONENT, LIMIT, TOKENS, FEATURES)
     else:
         column = tl.program_id(1)

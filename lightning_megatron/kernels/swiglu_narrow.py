@@ -106,7 +106,7 @@ def _swiglu_narrow(
     factor, is_needed = _factor(inverse, scale, amax, MODE, 448.0)
     if MODE == 2:
         if is_needed:
-            for column in tl.range(size // FEATURES):
+            for column in tl.range(tl.program_id(1), size // FEATURES, tl.num_programs(1)):
                 _swiglu_tile(gate_up, rows, columns, factor, column, num, size, TOKENS, FEATURES)
     else:
         largest = _swiglu_tile(gate_up, rows, columns, factor, tl.program_id(1), num, size, TOKENS, FEATURES)
@@ -180,7 +180,7 @@ def _swiglu_backward_narrow(
     factor, is_needed = _factor(inverse, scale, amax, MODE, 57344.0)
     if MODE == 2:
         if is_needed:
-            for column in tl.range(size // FEATURES):
+            for column in tl.range(tl.program_id(1), size // FEATURES, tl.num_programs(1)):
                 _swiglu_backward_tile(grad, gate_up, rows, columns, factor, column, num, size, TOKENS, FEATURES)
     else:
         largest = _swiglu_backward_tile(grad, gate_up, rows, columns, factor, tl.program_id(1), num, size, TOKENS, FEATURES)

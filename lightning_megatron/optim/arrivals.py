@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -71,13 +72,21 @@ class Arrivals:
             self._buckets[index].launch_reduce()
 
     def _hook(self, param: int) -> Callable[[Tensor], None]:
+        # Parameters own their hooks where the garbage collector does not look, and buckets own parameters.
+        weak = ref(self)
+
         def arrived(_: Tensor) -> None:
-            if self._readiness.is_launched(param) and self._bucket_of[param].is_reducing:
-                raise RuntimeError(
-                    f"{self._mesh.coordinate} a gradient of {self._names[param]!r} arrived after its bucket had been "
-                    f"sent to be reduced: the last backward of this step reached it more often than in the steps before. Set "
-                    f"DistributedOptimizerConfig(overlap_grad_reduce=False) for a model whose use of parameters changes."
-                )
-            self._launch(self._readiness.arrived(param))
+            owner = weak()
+            if owner is not None:
+                owner._arrived(param)
 
         return arrived
+
+    def _arrived(self, param: int) -> None:
+        if self._readiness.is_launched(param) and self._bucket_of[param].is_reducing:
+            raise RuntimeError(
+                f"{self._mesh.coordinate} a gradient of {self._names[param]!r} arrived after its bucket had been "
+                f"sent to be reduced: the last backward of this step reached it more often than in the steps before. Set "
+                f"DistributedOptimizerConfig(overlap_grad_reduce=False) for a model whose use of parameters changes."
+            )
+        self._launch(self._readiness.arrived(param))

@@ -8,6 +8,7 @@ loaded into a fresh run that keeps them in the same way or in another one; memor
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 import sys
@@ -117,6 +118,7 @@ def same_way(kind: str, folder: Path) -> str:
     job.step(1)
     trained = job.values()
     del job
+    gc.collect()
     other = Job(kind, 2)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

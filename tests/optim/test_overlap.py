@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +53,17 @@ def make(net: nn.Module, config: DistributedOptimizerConfig = ONE_EACH, **option
     )
     sharded.wait_in_forwards(net)
     return sharded
+
+
+def test_a_model_and_its_gradients_are_let_go_with_its_optimizer() -> None:
+    net = Twin()
+    sharded = make(net)
+    net(tokens(0)).sum().backward()
+    step(sharded)
+    alive = [weakref.ref(param) for param in net.parameters()] + [weakref.ref(sharded)]
+    del net, sharded
+    gc.collect()
+    assert [one() for one in alive] == [None] * len(alive)
 
 
 def step(sharded: DistributedOptimizer) -> None:
