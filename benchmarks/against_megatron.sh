@@ -13,7 +13,7 @@ declare -A rows=(
     [8b-delayed]="--shape llama-8b-8l --fp8 delayed"
     [8b-current]="--shape llama-8b-8l --fp8 current"
     [8b-best]="--shape llama-8b-8l --fp8 delayed --fp8-head --fp8-attention --fp8-params --fp8-fast-gradients"
-    [1b-bf16]="--shape llama-1b --seq 4096 --mbs 4 --gbs 16 --backend torch"
+    [1b-bf16]="--shape llama-1b --seq 4096 --mbs 4 --gbs 16 --backend torch --te-cudnn"
 )
 [ $# -gt 0 ] || set -- "${!rows[@]}"
 for row in "$@"; do

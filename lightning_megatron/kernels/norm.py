@@ -9,6 +9,7 @@ from torch import Tensor
 
 _TILE = 4096  # elements of rows that a program works on at once
 _PROGRAMS_PER_SM = 3
+_GAIN_ROWS, _GAIN_COLUMNS = 128, 32  # of the programs' parts, that are summed at once
 
 
 def rms_norm_forward(hidden: Tensor, added: Tensor | None, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +54,11 @@ def rms_norm_backward(
             BLOCK=block,
             num_warps=warps,
         )
-    return of_x, parts.sum(0)
+        of_weight = summed.new_empty(size, dtype=torch.float32)
+        _norm_gain[(triton.cdiv(size, _GAIN_COLUMNS),)](
+            *(parts, of_weight, programs, size), ROWS=_GAIN_ROWS, COLUMNS=_GAIN_COLUMNS, num_warps=4
+        )
+    return of_x, of_weight
 
 
 def _num_multiprocessors(tensor: Tensor) -> int:
@@ -118,3 +123,15 @@ def _norm_backward(
             result += tl.load(of_summed + places, mask=inside, other=0.0).to(tl.float32)
         tl.store(of_x + places, result, mask=inside)
     tl.store(parts + tl.program_id(0) * size + columns, tl.sum(of_gain, axis=0), mask=columns < size)
+
+
+@triton.jit
+def _norm_gain(parts, of_weight, num, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # The sum of all programs' parts, always in one order.
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    summed = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, num, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = (rows[:, None] < num) & (columns[None, :] < size)
+        summed += tl.load(parts + rows[:, None] * size + columns[None, :], mask=inside, other=0.0)
+    tl.store(of_weight + columns, tl.sum(summed, axis=0), mask=columns < size)

@@ -86,7 +86,7 @@ class VocabParallelEmbedding(nn.Module):
         tp = self.mesh.tp
         inside = ((tokens >= 0) & (tokens < self.vocab_size)).all()
         torch._assert_async(inside, f"a token id is outside the vocabulary of {self.vocab_size}: check the tokenizer.")
-        hidden: Tensor = _LookUp.apply(tokens.t() - self.vocab_start, self.weight)  # type: ignore[no-untyped-call]
+        hidden: Tensor = _LookUp.apply(tokens.t() - self.vocab_start, self.weight, tp.size > 1)  # type: ignore[no-untyped-call]
         return reduce_scatter_to(hidden, tp, dim=0) if self.mesh.sequence_parallel else reduce_from(hidden, tp)
 
     def extra_repr(self) -> str:
@@ -95,35 +95,37 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class _LookUp(torch.autograd.Function):
-    """Rows of a weight, ``[..], [rows, H] -> [.., H]``, zero where the row is another rank's.
+    """Rows of a weight, ``[..], [rows, H] -> [.., H]``; if other ranks have the others, zero where the row is one of those.
 
     The gradient is added to the parameter's sum (weight_gradients.py) without ever taking the weight's size.
     """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, weight: Tensor) -> Tensor:
-        elsewhere = (local < 0) | (local >= weight.shape[0])
+    def forward(ctx: Any, local: Tensor, weight: Tensor, is_cut: bool) -> Tensor:
         # Tokens of other ranks read some row and are zeroed. The remainder spreads them, so that a backward that sorts by
         # row meets no row with most of the batch in it.
         rows = local.remainder(weight.shape[0])
+        elsewhere = (local < 0) | (local >= weight.shape[0]) if is_cut else None
         ctx.save_for_backward(rows, elsewhere)
         ctx.num_rows = weight.shape[0]
-        return F.embedding(rows, weight).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        found = F.embedding(rows, weight)
+        return found if elsewhere is None else found.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         rows, elsewhere = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
-            return None, None
+            return None, None, None
 
         def add(total: Tensor) -> None:
-            add_rows(total, rows.masked_fill(elsewhere, -1).reshape(-1), grad.reshape(-1, grad.shape[-1]))
+            mine = rows if elsewhere is None else rows.masked_fill(elsewhere, -1)
+            add_rows(total, mine.reshape(-1), grad.reshape(-1, grad.shape[-1]))
 
         if added_to_sum(ctx, 1, add):
-            return None, None
-        mine = grad.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return None, torch.ops.aten.embedding_dense_backward(mine, rows, ctx.num_rows, -1, False)
+            return None, None, None
+        mine = grad if elsewhere is None else grad.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return None, torch.ops.aten.embedding_dense_backward(mine, rows, ctx.num_rows, -1, False), None
 
 
 def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
