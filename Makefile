@@ -6,7 +6,7 @@ PINS := $(VENV)/.pins-installed
 PACKAGE := $(VENV)/.package-installed
 ARGS ?=
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint style types suite format clean
 
 help:
 	@echo "make demo    train, save, resume and sample a small Llama on 4 CPU ranks (tp=2, pp=2); ARGS='--max-steps 50' passes options on"
@@ -29,14 +29,22 @@ $(PACKAGE): $(PINS) pyproject.toml
 demo: $(PACKAGE)
 	$(BIN)/python examples/pretrain.py $(ARGS)
 
-lint: $(PACKAGE)
+lint: style types
+
+style: $(PACKAGE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-test: lint
+types: $(PACKAGE)
+	$(BIN)/mypy
+
+suite: $(PACKAGE)
 	$(BIN)/python -m pytest -q $(ARGS)
+
+# Types are checked beside the tests, which leave a core idle where they run one process.
+test: style
+	@$(MAKE) --no-print-directory --jobs=2 types suite
 
 format: $(PACKAGE)
 	$(BIN)/ruff check --fix .
