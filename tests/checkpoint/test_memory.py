@@ -18,7 +18,7 @@ from lightning_megatron.optim import DistributedOptimizer, DistributedOptimizerC
 from lightning_megatron.testing import run_distributed
 from tests.optim.main_values import main_values
 
-SIZE, NUM_LAYERS, BUCKET_MB = 512, 8, 1.0  # a layer is a bucket, and main values in fp32 are eight
+SIZE, NUM_LAYERS, BUCKET_MB = 256, 4, 0.25  # a layer is a bucket, and main values in fp32 are four
 KEPT: dict[str, dict[str, Any]] = {
     "fp32": {},
     "remainder": {"main_param": "remainder"},
@@ -108,8 +108,8 @@ def values(optimizer: DistributedOptimizer) -> dict[str, Tensor]:
 def measure(kind: str, folder: Path) -> tuple[float, float, list[str]]:
     """Bytes above what was there before and after: of saving, of loading; what is not as it was saved."""
     for module, name in ((blocks, "BLOCK_BYTES"), (writing, "BLOCK_BYTES"), (staging, "BLOCK_BYTES")):
-        setattr(module, name, 2**16)  # as much less than 8 MiB as the buckets are less than by default
-    boxes.PIECE_NUMEL = 2**14
+        setattr(module, name, 2**14)  # as much less than 8 MiB as the buckets are less than by default
+    boxes.PIECE_NUMEL = 2**12
     blocks.ThreadPoolExecutor = writing.ThreadPoolExecutor = Inline  # type: ignore[misc, assignment]
     with Live() as live:
         module, optimizer = make(kind)
