@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import lightning_megatron.testing
 from lightning_megatron.testing import run_distributed
 
 
@@ -19,7 +20,9 @@ def test_results_come_in_the_order_of_ranks() -> None:
     assert run_distributed(lambda offset: dist.get_rank() + offset, 3, 10) == [10, 11, 12]
 
 
-def test_an_error_of_one_rank_comes_with_its_traceback() -> None:
+def test_an_error_of_one_rank_comes_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lightning_megatron.testing, "_GRACE_SECONDS", 0.5)
+
     def fail() -> None:
         if dist.get_rank() == 1:
             raise RuntimeError("planted")
