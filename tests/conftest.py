@@ -6,7 +6,6 @@ lock of its connection, and the loop of that connection polls in vain for the lo
 system time. A process in the batch class does not preempt another when it wakes; ranks inherit the class.
 """
 
-import gc
 import os
 from contextlib import suppress
 
@@ -23,28 +22,6 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-
-
-class Frozen:
-    """Whether objects are frozen, without counting them.
-
-    Python counts by a walk over all of them, and a rank has half a million from its parent: a tenth of the time of all ranks.
-    """
-
-    def __init__(self) -> None:
-        self._freeze, self._unfreeze, self._count = gc.freeze, gc.unfreeze, gc.get_freeze_count()
-        gc.freeze, gc.unfreeze, gc.get_freeze_count = self.freeze, self.unfreeze, lambda: self._count
-
-    def freeze(self) -> None:
-        self._freeze()
-        self._count = 1
-
-    def unfreeze(self) -> None:
-        self._unfreeze()
-        self._count = 0
-
-
-Frozen()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.sharding import sharding_of
 from lightning_megatron.testing import run_distributed
 
-RANKS, GLOBAL_BATCH, SEQUENCE, STEPS, SEED = 8, 8, 8, 2, 4
+RANKS, GLOBAL_BATCH, SEQUENCE, STEPS, SEED = 8, 8, 8, 3, 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp8": {},
     "tp2 pp2": {"tp": 2, "pp": 2},
@@ -126,7 +126,7 @@ def trainer_of(name: str, *callbacks: Callback) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
         devices=RANKS,
-        strategy=MegatronStrategy(**layout, num_microbatches=2 if "pp" in layout else None, optimizer=optimizer),
+        strategy=MegatronStrategy(**layout, micro_batch_size=2 if "pp" in layout else None, optimizer=optimizer),
         plugins=MegatronPrecision("64-true"),
         callbacks=list(callbacks),
         max_epochs=1,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every check of this folder on one GPU, side by side where no time is taken, with one line a check and the failures at the
-# end. About twelve minutes on an H200 with 16 cores; or some of the groups: alone, two, four, models, cp4, te4.
+# end. All groups take more than ten minutes on an H200 with 16 cores (not timed as one); some of them: alone, two, four, models, cp4, te4.
 #
 #   bash tests/gpu/check_all.sh FOLDER_FOR_LOGS [group...]
 set -u

@@ -120,7 +120,7 @@ def run_forked(main: Callable[[], None], world_size: int, *, timeout_seconds: fl
 def run_agent(worker: Callable[[], None], folder: Path, *, num_nodes: int = 1, endpoint: str = "localhost:0") -> None:
     """Do what torchrun does on a machine of two ranks. Its workers are forked, which spares them the imports.
 
-    What they write is in files named ``stdout.log`` and ``stderr.log`` below ``folder``.
+    What they write is in files named ``stdout.log`` and ``stderr.log`` below ``folder``; first their process id.
     """
     config = LaunchConfig(
         min_nodes=num_nodes,
@@ -138,6 +138,7 @@ def run_agent(worker: Callable[[], None], folder: Path, *, num_nodes: int = 1, e
 
 def _end_with_agent(worker: Callable[[], None]) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: an agent that is killed leaves nothing behind
+    print(f"pid={os.getpid()}", flush=True)
     worker()
 
 

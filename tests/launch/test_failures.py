@@ -32,7 +32,7 @@ def arguments(**options: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("launcher", "options", "where", "shown"),
     [
-        ([sys.executable], {"devices": 2, "pp": 2, "rank": 1}, "[pp=0]", ERROR),
+        ([sys.executable], {"devices": 4, "tp": 2, "pp": 2, "rank": 2}, "[pp=0 tp=0]", ERROR),
         ([sys.executable], {"devices": 2, "pp": 2, "rank": 1, "how": "kill"}, "[pp=1]", "was killed by SIGKILL"),
         (
             TWO_BY_TORCHRUN,

@@ -37,7 +37,11 @@ def test_two_machines_train_to_the_result_of_one_process(tmp_path: Path) -> None
     codes, outputs = run_forked(main, 2)
     assert codes == [0, 0], outputs
     pattern = re.compile(r"^rank=(\d) node=(\d) tp=(\d) dp=(\d) values=\[(.*)\]$", re.MULTILINE)
-    found = sorted(match for log in tmp_path.rglob("stdout.log") for match in pattern.findall(log.read_text()))
+    logs = [log.read_text() for log in tmp_path.rglob("stdout.log")]
+    pids = [int(pid) for log in logs for pid in re.findall(r"^pid=(\d+)$", log, re.MULTILINE)]
+    assert len(pids) == 4
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]  # no orphans
+    found = sorted(match for log in logs for match in pattern.findall(log))
     assert [ranks[:4] for ranks in found] == [
         ("0", "0", "0", "0"),
         ("1", "0", "1", "0"),
