@@ -34,7 +34,8 @@ class BlockAttention:
     Args:
         dropout: probability of dropping an attention weight.
         kernel: ``math`` for plain torch in fp32 or wider; ``flash`` and ``cudnn`` for fused kernels of torch on CUDA, where a
-            tile has a form that they know; ``auto`` for cuDNN on Hopper and later if the tile is worth it, and flash.
+            tile has a form that they know; ``auto`` for cuDNN on Hopper and later if the tile is worth it, and flash, always
+            under ``torch.use_deterministic_algorithms``: cuDNN's backward sums in another order each time.
     """
 
     dropout: float = 0.0
@@ -98,6 +99,7 @@ class BlockAttention:
 def _suits_cudnn(q: Tensor, k: Tensor) -> bool:
     """Whether cuDNN is the faster: on Hopper and later, at lengths that it does not have to plan anew for each time."""
     suits = all(length >= 1024 and length % 128 == 0 for length in (q.shape[0], k.shape[0]))
+    suits = suits and not torch.are_deterministic_algorithms_enabled()
     return suits and torch.cuda.get_device_capability(q.device) >= (9, 0)
 
 

@@ -7,10 +7,11 @@ they round.
 
 Note [Guessed factors]
 A factor that follows from the very matrix that is rounded (``current``) is known when all of it has been computed, which
-would take a pass over the inputs before the one that writes. But factors are powers of two, so from one micro-batch to the
-next one mostly stays the same: a first launch writes with the factor of last time and takes the largest magnitude, and a
-second one leaves at once if the factor that follows from it is that, and writes everything again if not. What is written
-does not depend on the guess.
+would take a pass over the inputs before the one that writes. But factors are coarse, powers of 4 (e4m3) and of 16 (e5m2), so
+from one micro-batch to the next one mostly stays the same: a first launch writes with the factor of last time and takes the
+largest magnitude, and a second one leaves at once if the factor that follows from it is that, and writes everything again if
+not. What is written does not depend on the guess. With powers of two the guess for SwiGLU failed in two of three micro-batches
+forward and in one of three backward; see Note [Scales change between optimizer steps] in ``layers/te_backend/scales.py``.
 
 Note [Four tokens in a word]
 A tile is turned in words of 32 bits, each of four neighbouring tokens: a quarter of the moves. The words come from
@@ -68,7 +69,8 @@ class Factor:
 
     Args:
         amax: raised to the largest magnitude; zero if there is no ``scale``.
-        scale: the factor, where it is known beforehand; else it is the largest power of two that fits the largest magnitude.
+        scale: the factor, where it is known beforehand; else it is the largest power of 4 (e4m3) or 16 (e5m2) by which the
+            largest magnitude fits.
         scale_inv: its inverse.
         guess: what it was last time, replaced by what it is now. Without ``scale``; see Note [Guessed factors].
     """
@@ -77,6 +79,28 @@ class Factor:
     scale: Tensor | None = None
     scale_inv: Tensor | None = None
     guess: Tensor | None = None
+
+
+class ZeroCells:
+    """Zeros, fp32 ``[1]``, for ``Factor.amax``: each once, many of one launch.
+
+    Args:
+        device: where they are.
+    """
+
+    _NUM = 1024
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._left: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        """The next one. Of a graph that is being captured a new one, which is zero again whenever the graph runs."""
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(1, device=self._device)
+        if not self._left:  # 16 bytes apart, as Triton likes addresses
+            self._left = list(torch.zeros((self._NUM, 4), device=self._device)[:, :1].unbind())
+        return self._left.pop()
 
 
 def fits(num: int, size: int) -> bool:
@@ -151,8 +175,9 @@ def _factor(inverse, scale, amax, MODE: tl.constexpr, LIMIT: tl.constexpr):
     if MODE == 2:
         factor = LIMIT / tl.load(amax)
         usable = (factor > 0.0) & (factor < float("inf"))
-        factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        factor = tl.where(usable, factor, 1.0)
+        exponent = tl.maximum((factor.to(tl.int32, bitcast=True) >> 23) - 127, -124)
+        exponent = exponent & (-4 if LIMIT > 448.0 else -2)  # down to a multiple of ``SPACING`` in ``scales.py``
+        factor = tl.where(usable, ((exponent + 127) << 23).to(tl.float32, bitcast=True), 1.0)
         is_needed = factor != tl.load(inverse + 1)
         if is_first:
             tl.store(inverse, 1.0 / factor)

@@ -74,7 +74,8 @@ class PlainRounding:
     def round(self, before: Tensor) -> Tensor:
         """See ``Rounding``."""
         if self._parts:
-            self._largest[self._numbers] = torch.stack(torch._foreach_norm([wide for wide, *_ in self._parts], inf))
+            found = torch.stack(torch._foreach_norm([wide for wide, *_ in self._parts], inf))
+            self._largest.zero_().scatter_reduce_(0, self._numbers, found, "amax")
         return self._largest
 
     def round_again(self, factors: Tensor, before: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.layers.te_backend import narrow_weights
+from lightning_megatron.layers.te_backend import make_weights, narrow_weights
 from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizer, DistributedOptimizerConfig
 from lightning_megatron.precision import MegatronPrecision
@@ -160,6 +160,8 @@ class SteppingStrategy(CheckpointingStrategy):
 
         result = super().optimizer_step(optimizer, finished, model, **kwargs)
         distributed.update_parameters()
+        if self.mesh.dp_cp.size == 1 and self._precision.fp8 is not None:  # else parameters are on their way beside the forward
+            make_weights(self._module, distributed.parameters)
         return result
 
     # What can be logged

@@ -1,11 +1,14 @@
 """Weight gradients on a stream beside the backward: the same bits as without, and peak memory; one line a case.
 
+Both under ``torch.use_deterministic_algorithms``: else attention's backward has another order of sums from run to run.
+
 python tests/gpu/beside.py
 torchrun --no-python --nproc-per-node 2 bash tests/gpu/one_gpu_ranks.sh tests/gpu/beside.py        # dp2, tp2
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from functools import partial
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or products are not deterministic
 from tests.gpu.graphs import FAILED, GPT2, LLAMA, WORLD, case, trained  # first: it loads Transformer Engine's cuDNN
 
 # isort: split
@@ -43,6 +47,7 @@ def compared(config: GPTConfig, tune: str, **options: Any) -> str:
 
 def main() -> None:
     """All cases of this number of ranks."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     tune = str(Path(tempfile.mkdtemp()) / "products.json")
     layouts: dict[str, dict[str, Any]] = {"one rank": {}, "tied, biases": {"config": GPT2}, "recompute": {"recompute": "full"}}
     if WORLD > 1:

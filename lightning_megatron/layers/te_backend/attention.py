@@ -10,7 +10,6 @@ notes a bound; e5m2 covers 30 powers of two, which leaves room for one that is n
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import nan
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.layers.core_attention import CoreAttention
 from lightning_megatron.layers.sequence import SequenceContext
-from lightning_megatron.layers.te_backend.functions import Handoff
+from lightning_megatron.layers.te_backend.functions import Handoff, stand_in
 from lightning_megatron.layers.te_backend.modules import FusedRowLinear, is_aligned
 from lightning_megatron.layers.te_backend.operations import Heads, Operations, Rotation
 from lightning_megatron.layers.te_backend.scales import AttentionSlots, Scales, remember
@@ -180,7 +179,7 @@ class _Attend(torch.autograd.Function):
         shape = (*q.shape[:2], heads[0] * heads[1])
         if call.handoff is not None and call.handoff.slot is not None:
             call.handoff.narrow = narrow
-            return q.new_full((), nan).expand(shape)  # whoever reads it notices
+            return stand_in(q, shape)  # whoever reads it notices
         return call.operations.widened(narrow, q).view(shape)
 
     @staticmethod

@@ -9,13 +9,14 @@ Note [Handed over in 8 bits]
 Between the norm and the column layer behind it and between 8-bit attention and the row layer behind it, forward, and between
 the row layer and the gated column layer before it and between the rotation and the projection before it, backward, only 8
 bits are needed, of a tensor that nobody else uses. It goes through a ``Handoff``, so that it is never written in 16 bits;
-autograd sees a tensor of zeros (of NaN around attention) that takes no memory in its place.
+autograd sees a tensor that takes no memory, a NaN in all places, in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import nan
 from typing import Any
 
@@ -42,10 +43,11 @@ class WeightCache:
 
     Attributes:
         is_pinned: somebody knows where it lies (a CUDA graph): it is made anew in the same place.
+        is_used: somebody has asked for it.
     """
 
     def __init__(self) -> None:
-        self.is_pinned = False
+        self.is_pinned = self.is_used = False
         self._key: tuple[object, ...] | None = None
         self._narrow: Narrow = None
         self._held: tuple[Tensor, Tensor] | None = None
@@ -60,6 +62,7 @@ class WeightCache:
         """The weight in 8 bits, made anew if it may have changed."""
         if not operations.is_narrow:
             return weight.detach()
+        self.is_used = True
         key = (epoch, weight._version, weight.data_ptr()) if self._held is None else ("held",)
         if key != self._key:
             made = operations.quantize_weight(weight) if self._held is None else operations.held_weight(*self._held)
@@ -155,7 +158,7 @@ class AddNarrowNorm(_AddNorm):
         ctx.set_materialize_grads(False)
         summed = hidden if added is None else summed.view(hidden.shape)
         ctx.save_for_backward(summed, gain, scales.view(*hidden.shape[:-1], 1))
-        return summed, hidden.new_zeros(()).expand(hidden.shape)
+        return summed, stand_in(hidden, hidden.shape)
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ class RotateNarrow(RotateFused):
         call: RotatedCall = ctx.call
         narrow = call.operations.turned_back_quantized((of_q, of_k, of_v), call.rotation, call.handoff.slot)
         call.handoff.narrow = narrow
-        return of_q.new_full((), nan).expand(ctx.shape), None
+        return stand_in(of_q, ctx.shape), None
 
 
 class ColumnLinear(torch.autograd.Function):
@@ -306,9 +309,20 @@ class RowLinear(torch.autograd.Function):
                 grad_x = ops.activate_backward(grad_x, rows, job.activation)
             elif job.activation is not None and job.handoff is not None:
                 job.handoff.narrow = ops.activate_backward_quantized(grad_x, rows, job.activation, job.handoff.slot)
-                grad_x = grad.new_zeros(()).expand(ctx.shape)
+                grad_x = stand_in(grad, ctx.shape)
             grad_x = grad_x.view(ctx.shape)
         return grad_x, grad_weight, None, grad if ctx.needs_input_grad[3] else None
+
+
+def stand_in(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """What autograd sees of a tensor that is handed over."""
+    return _nan(like.dtype, like.device).expand(shape)
+
+
+@cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # or no gradient could come through a stand-in
+        return torch.full((), nan, dtype=dtype, device=device)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_megatron.comm import all_gather, all_reduce, reduce_scatter
 from lightning_megatron.layers.te_backend.operations import Narrow
-from lightning_megatron.layers.te_backend.scales import LARGEST, Slot
+from lightning_megatron.layers.te_backend.scales import Slot, own_factor
 from lightning_megatron.tensor_parallel import pieces
 
 if TYPE_CHECKING:
@@ -105,12 +105,5 @@ def _rounded(part: Tensor, slot: Slot, job: Job) -> Narrow:
         scale = slot.scale
     else:
         largest = torch.linalg.vector_norm(part, inf, dtype=torch.float32).view(1)
-        scale = _factor(all_reduce(largest, job.axis, dist.ReduceOp.MAX), slot.dtype)
+        scale = own_factor(all_reduce(largest, job.axis, dist.ReduceOp.MAX), slot.dtype)
     return job.operations.round_rows(part, slot.dtype, scale=scale, amax=amax)
-
-
-def _factor(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest power of two that fits; 1 where there is none. Few launches: everything behind it waits for it."""
-    bits = (LARGEST[dtype] / largest).view(torch.int32) & 0x7F800000  # the exponent alone
-    factor = torch.nan_to_num(bits.view(torch.float32), nan=1.0, posinf=1.0)
-    return torch.where(factor > 0.0, factor, 1.0)

@@ -13,7 +13,15 @@ from lightning_megatron.kernels.products import current_products
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.te_backend.operations import Heads, Rotation
 from lightning_megatron.layers.te_backend.options import Fp8Options
-from lightning_megatron.layers.te_backend.scales import LARGEST, WEIGHTS_SCALE, AttentionSlots, Slot, power_of_two, remember
+from lightning_megatron.layers.te_backend.scales import (
+    LARGEST,
+    WEIGHTS_SCALE,
+    AttentionSlots,
+    Slot,
+    own_factor,
+    power_of_two,
+    remember,
+)
 from lightning_megatron.layers.torch_backend import gelu, swiglu
 
 
@@ -71,7 +79,7 @@ class PlainOperations:
             torch.maximum(slot.amax, amax, out=slot.amax)
         if self._options.recipe == "delayed" and slot.scales.is_warm:
             return _rounded(x, slot.scale, slot.dtype)
-        return _rounded(x, _own_scale(amax, slot.dtype), slot.dtype)
+        return _rounded(x, own_factor(amax, slot.dtype), slot.dtype)
 
     def round_rows(self, x: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Rounded:
         """See ``Operations``."""
@@ -98,7 +106,9 @@ class PlainOperations:
         if self._options is None:
             return weight
         amax = weight.abs().amax().float().view(1)
-        return _rounded(weight, _own_scale(amax, torch.float8_e4m3fn), torch.float8_e4m3fn)
+        # Finer than ``own_factor``: it is the factor of weights that the optimizer holds in 8 bits, and theirs seldom changes.
+        scale = power_of_two(torch.where(amax > 0.0, LARGEST[torch.float8_e4m3fn] / amax, 1.0))
+        return _rounded(weight, scale, torch.float8_e4m3fn)
 
     def held_weight(self, rows: Tensor, scale_inv: Tensor) -> Rounded:
         """See ``Operations``."""
@@ -259,10 +269,6 @@ def _wide(x: Tensor | Rounded) -> Tensor:
 
 def _placed(x: Tensor, like: Tensor, out: Tensor | None) -> Tensor:
     return x.to(like.dtype) if out is None else out.copy_(x)
-
-
-def _own_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    return power_of_two(torch.where(amax > 0.0, LARGEST[dtype] / amax, torch.ones_like(amax)))
 
 
 def _rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Rounded:

@@ -8,7 +8,10 @@ all tensors at once. So a step is the same under every schedule, number of stage
 costs one small collective. The first step has no history: it takes each tensor's own factor, as ``current`` does.
 
 Factors are powers of two. An 8-bit number then rounds the same whatever its factor, except at the ends of the range: a change
-of layout, of recipe or of history does not change the rounding of what lies between.
+of layout, of recipe or of history does not change the rounding of what lies between. A factor that follows from the very
+tensor (``own_factor``) is coarser yet, a power of 4 or 16, so that it seldom changes: see Note [Guessed factors] in
+``kernels/narrow.py``. That leaves of e4m3's 15 powers of two (and 3 below, with fewer bits) at least 13 under the largest
+magnitude, and of e5m2's 30 at least 26.
 
 A slot is one tensor of one layer. Slots are numbered as the model is built, which every rank does in full, so the number
 means the same on all ranks and at every layout; slots of layers on other ranks stay at zero until the maximum.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -27,6 +31,8 @@ from lightning_megatron.layers.te_backend.options import Fp8Options
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """Largest finite number of each format."""
+SPACING = {torch.float8_e4m3fn: 2, torch.float8_e5m2: 4}
+"""Powers of two between neighbouring factors of ``own_factor``; itself a power of two."""
 WEIGHTS_SCALE = 256.0
 """The factor of attention weights, whose largest is 1: the largest power of two that keeps them below 448."""
 
@@ -35,6 +41,21 @@ def power_of_two(numbers: Tensor) -> Tensor:
     """The largest powers of two that are not larger."""
     mantissa, exponent = torch.frexp(numbers)
     return torch.where(numbers.isfinite() & (mantissa > 0.0), torch.ldexp(torch.full_like(numbers, 0.5), exponent), numbers)
+
+
+def own_factor(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor of a tensor by its own largest magnitude: the largest power of 4 (e4m3) or 16 (e5m2) that fits, 1 without one.
+
+    Few launches: under tensor parallelism everything behind it waits for it.
+
+    Args:
+        largest: of magnitudes, fp32, any shape.
+        dtype: the 8-bit format.
+    """
+    wanted = LARGEST[dtype] / largest
+    exponent = torch.clamp_min((wanted.view(torch.int32) >> 23) - 127, -124) & -SPACING[dtype]
+    factor = ((exponent + 127) << 23).view(torch.float32)
+    return torch.where((wanted > 0.0) & (wanted < inf), factor, 1.0)
 
 
 class Slot:

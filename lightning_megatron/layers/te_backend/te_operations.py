@@ -48,6 +48,7 @@ class TeOperations:
         self._formats = {self._dtypes[dtype]: dtype for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
         per_tensor = fused and options is not None and options.is_per_tensor
         self._kernels: Any = _checked_kernels(device) if per_tensor and available() else None
+        self._zeros: Any = None if self._kernels is None else self._kernels.ZeroCells(device)
         self._quantizers: dict[str, Any] = {} if options is None else self._own_scale_quantizers(options)
         self._attention = TeAttention(device, fused=fused) if options is not None and options.attention else None
 
@@ -174,7 +175,7 @@ class TeOperations:
             result = compute(factor=make(amax, scale=slot.scale, scale_inv=slot.scale_inv))
             quantizer = self._delayed(slot, record)
         else:
-            amax = torch.zeros(1, device=self._device)
+            amax = self._zeros.take()
             result = compute(factor=make(amax, guess=slot.guess))
             quantizer = self._quantizers[_role(slot)]
             if record and self._options.recipe == "delayed":

@@ -1,0 +1,67 @@
+"""Factors that follow from a tensor itself, and weights in 8 bits that are made when an optimizer's step ends."""
+
+from __future__ import annotations
+
+from math import inf, log2, nan
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron.layers.backend import NormSpec
+from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, TeBackend, make_weights
+from lightning_megatron.layers.te_backend.scales import LARGEST, SPACING, own_factor
+from lightning_megatron.mesh import Mesh
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_an_own_factor_is_the_largest_of_its_powers_that_fits(dtype: torch.dtype) -> None:
+    largest = torch.tensor([1e-30, 0.3, 1.0, 3.0, 7.0, 7.001, 28.0, 28.001, 448.0, 449.0, 57344.0, 57345.0, 1e30])
+    step = 2.0 ** SPACING[dtype]
+    for amax, factor in zip(largest.tolist(), own_factor(largest, dtype).tolist(), strict=True):
+        assert amax * factor <= LARGEST[dtype] < amax * factor * step
+        assert log2(factor) % SPACING[dtype] == 0
+
+
+def test_nothing_and_overflows_have_the_factor_one() -> None:
+    assert own_factor(torch.tensor([0.0, inf, nan]), torch.float8_e4m3fn).tolist() == [1.0, 1.0, 1.0]
+
+
+class _Counted(PlainOperations):
+    """Notes how many weights it has rounded."""
+
+    num_weights = 0
+
+    def quantize_weight(self, weight: torch.Tensor) -> Any:
+        self.num_weights += 1
+        return super().quantize_weight(weight)
+
+
+def test_used_weights_that_changed_are_made_ahead_and_not_again_in_the_forward() -> None:
+    options = Fp8Options(recipe="delayed")
+    operations = _Counted(options)
+    backend = TeBackend(operations, options)
+    where: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+    made = [backend.norm_column_linear(16, 32, norm=NormSpec("rmsnorm"), mesh=Mesh(), **where)[1] for _ in range(2)]
+    used, unused = (linear.requires_grad_(False) for linear in made)
+    for linear in made:
+        nn.init.normal_(linear.weight)
+    model, x = nn.ModuleList(made), torch.randn(16, 1, 16)
+    make_weights(model, [used.weight])
+    assert operations.num_weights == 0  # of a model that has not run there is nothing to make
+
+    used(x)
+    assert operations.num_weights == 1
+    used.weight.mul_(2.0)
+    assert backend.scales is not None
+    backend.scales.weights_changed()
+    make_weights(model, [used.weight, unused.weight])
+    assert operations.num_weights == 2
+    result = used(x)
+    assert operations.num_weights == 2
+    exact = x @ used.weight.t()
+    assert float((result - exact).norm() / exact.norm()) < 0.1
+    backend.scales.weights_changed()
+    make_weights(model, [unused.weight])
+    assert operations.num_weights == 2  # another optimizer's
