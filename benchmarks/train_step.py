@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.bare_loop import seconds_per_step
 from benchmarks.kernel_kinds import table_of
 from benchmarks.model_shapes import PEAK_FLOPS, PEAK_NAME, SHAPES, config_of
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import DistributedOptimizerConfig, MegatronStrategy
 from lightning_megatron.callbacks import MemoryMonitor, ThroughputMonitor
 from lightning_megatron.models import GPTConfig, GPTModule
 from lightning_megatron.precision import MegatronPrecision
@@ -150,7 +150,8 @@ def _strategy(options: argparse.Namespace) -> MegatronStrategy:
     backend |= {"offload_activations": options.offload, "cuda_graphs": options.graphs, "tp_overlap": options.tp_overlap}
     layout = {name: getattr(options, name) for name in ("tp", "pp", "vpp", "cp")}
     backend |= {"tune_products": options.tune, "overlap_weight_gradients": options.overlap_wgrad}
-    return MegatronStrategy(**layout, micro_batch_size=options.mbs, **backend)
+    optimizer = DistributedOptimizerConfig(main_param="remainder") if options.remainders else None
+    return MegatronStrategy(**layout, micro_batch_size=options.mbs, optimizer=optimizer, **backend)
 
 
 def _precision(options: argparse.Namespace) -> MegatronPrecision:
@@ -258,6 +259,7 @@ def main() -> None:
     parser.add_argument("--bar", action="store_true", help="show the progress bar")
     parser.add_argument("--fp8-fast-gradients", action="store_true", help="gradient products sum as forward products do")
     parser.add_argument("--overlap-wgrad", action="store_true", help="weight gradients on a stream beside the backward")
+    parser.add_argument("--remainders", action="store_true", help="16 bits of each main value beside the parameter's: same bits")
     parser.add_argument("--tune", nargs="?", const=True, default=False, help="tune_products, or the path of its file")
     parser.add_argument("--profile", action="store_true", help="kernels of one more step, by kind")
     parser.add_argument("--syncs", action="store_true", help="say where the third step makes the host wait")
