@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--bar", action="store_true", help="show the progress bar")
     parser.add_argument("--fp8-fast-gradients", action="store_true", help="gradient products sum as forward products do")
     parser.add_argument("--overlap-wgrad", action="store_true", help="weight gradients on a stream beside the backward")
-    parser.add_argument("--remainders", action="store_true", help="16 bits of each main value beside the parameter's: same bits")
+    parser.add_argument("--remainders", action="store_true", help="16 bits of main values beside the parameters: same bits")
     parser.add_argument("--tune", nargs="?", const=True, default=False, help="tune_products, or the path of its file")
     parser.add_argument("--profile", action="store_true", help="kernels of one more step, by kind")
     parser.add_argument("--syncs", action="store_true", help="say where the third step makes the host wait")
