@@ -2,10 +2,10 @@
 
     python benchmarks/switched_products.py --shape llama-1b --seq 4096 --mbs 4 --gbs 16 --tune products.json
 
-Prints the median step of each way: torch's products, the fastest of cuBLASLt's proposals, these with the residual stream added
-in the product, and all that with weight gradients on a stream beside the backward. Differences of less than a percent drown
-between two processes, since a GPU at its power limit is faster or slower with its temperature; here the ways take turns.
-``--ways`` names the ones to take. A file of choices made elsewhere (``--other``) is one more way.
+Prints the median step of each way: torch's products, the fastest of cuBLASLt's proposals, and these with the residual stream
+added in the product. Differences of less than a percent drown between two processes, since a GPU at its power limit is faster
+or slower with its temperature; here the ways take turns. ``--ways`` names the ones to take. A file of choices made elsewhere
+(``--other``) is one more way.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ from benchmarks.model_shapes import SHAPES, config_of
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.kernels.products import Products, TorchProducts, TunedProducts, set_products
 from lightning_megatron.precision import MegatronPrecision
-from lightning_megatron.weight_gradients import beside_on, set_beside
 
 _STEPS_A_TURN, _NUM_TURNS = 2, 3  # the first turn of each is warm-up
-BESIDE = "beside"
 
 
 class AddedApart(TunedProducts):
@@ -48,14 +46,13 @@ class Turns(Clock):
     """Lets the ways take turns, and keeps the seconds of each.
 
     Args:
-        ways: what to multiply by, by name; ``BESIDE`` is with a stream for weight gradients.
+        ways: what to multiply by, by name.
     """
 
     def __init__(self, ways: dict[str, Products]) -> None:
         self.ways = ways
         self.num_steps = _STEPS_A_TURN * _NUM_TURNS * len(ways)
         self.times: dict[str, list[float]] = {name: [] for name in ways}
-        self._beside = beside_on(torch.device("cuda", 0), wanted=True)
         super().__init__(self.num_steps)
 
     def _way(self, step: int) -> str:
@@ -64,9 +61,7 @@ class Turns(Clock):
 
     def on_train_batch_start(self, trainer: L.Trainer, *arguments: Any) -> None:
         """Switch, then start the clock."""
-        way = self._way(trainer.global_step)
-        set_products(self.ways[way])
-        set_beside(self._beside if way == BESIDE else None)
+        set_products(self.ways[self._way(trainer.global_step)])
         super().on_train_batch_start(trainer, *arguments)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *arguments: Any) -> None:
@@ -84,8 +79,7 @@ def ways_of(tune: str, other: str) -> dict[str, Callable[[], Products]]:
     if other:
         found["other"] = lambda: AddedApart(device, Path(other))
     found["tuned"] = lambda: AddedApart(device, Path(tune))
-    for name in ("residual", BESIDE):
-        found[name] = lambda: TunedProducts(device, Path(tune))
+    found["residual"] = lambda: TunedProducts(device, Path(tune))
     return found
 
 
@@ -98,7 +92,7 @@ def main() -> None:
     parser.add_argument("--tune", required=True, metavar="PATH", help="file of the choices, made here if it does not exist")
     parser.add_argument("--other", default="", metavar="PATH", help="a file of other choices")
     parser.add_argument("--fp8", default="", help="delayed or current")
-    parser.add_argument("--ways", default="torch,tuned,residual,beside", help="with commas between them")
+    parser.add_argument("--ways", default="torch,tuned,residual", help="with commas between them")
     options = parser.parse_args()
     made = ways_of(options.tune, options.other)
     turns = Turns({name: made[name]() for name in options.ways.split(",")})

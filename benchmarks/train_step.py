@@ -148,10 +148,9 @@ def _strategy(options: argparse.Namespace) -> MegatronStrategy:
     backend: dict[str, Any] = {"backend": options.backend} if options.backend else {}
     backend |= {"recompute": options.recompute.split(",")} if options.recompute else {}
     backend |= {"offload_activations": options.offload, "cuda_graphs": options.graphs, "tp_overlap": options.tp_overlap}
+    backend["optimizer"] = DistributedOptimizerConfig(main_param="remainder") if options.remainders else None
     layout = {name: getattr(options, name) for name in ("tp", "pp", "vpp", "cp")}
-    backend |= {"tune_products": options.tune, "overlap_weight_gradients": options.overlap_wgrad}
-    optimizer = DistributedOptimizerConfig(main_param="remainder") if options.remainders else None
-    return MegatronStrategy(**layout, micro_batch_size=options.mbs, optimizer=optimizer, **backend)
+    return MegatronStrategy(**layout, micro_batch_size=options.mbs, tune_products=options.tune, **backend)
 
 
 def _precision(options: argparse.Namespace) -> MegatronPrecision:
@@ -258,7 +257,6 @@ def main() -> None:
     parser.add_argument("--bare", action="store_true", help="against a plain loop, with monitors, logger and progress bar on")
     parser.add_argument("--bar", action="store_true", help="show the progress bar")
     parser.add_argument("--fp8-fast-gradients", action="store_true", help="gradient products sum as forward products do")
-    parser.add_argument("--overlap-wgrad", action="store_true", help="weight gradients on a stream beside the backward")
     parser.add_argument("--remainders", action="store_true", help="16 bits of main values beside the parameters: same bits")
     parser.add_argument("--tune", nargs="?", const=True, default=False, help="tune_products, or the path of its file")
     parser.add_argument("--profile", action="store_true", help="kernels of one more step, by kind")

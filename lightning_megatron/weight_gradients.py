@@ -21,13 +21,6 @@ the sum's own (wider) dtype. While ``grad`` is ``None`` the sum is zero, whateve
 over it, which saves clearing and reading it. A Function leaves the work to autograd where that would do something else:
 ``grad`` has been replaced, the parameter has hooks that want its gradient, a cast or a view lies between the parameter and
 the Function, or the running pass (``torch.autograd.grad``) does not add to this parameter.
-
-Note [Beside the backward]
-Nothing in a backward waits for a weight's gradient. On a CUDA stream of its own, its product shares the GPU with what follows:
-the last of its tiles, which leave most multiprocessors idle, run beside the first of the next product, and passes over memory
-beside products. One product at a time is on that stream: before the next one, the backward's stream waits for it, and only
-then the tensors that it reads are let go, so that whoever gets their memory comes behind it. Who reads a sum settles first:
-the reduction of a bucket, an addition on the backward's own stream, and the end of every backward.
 """
 
 from __future__ import annotations
@@ -35,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,83 +43,10 @@ class _Sum:
     """What hangs on a parameter: not to be saved with it."""
 
     def __init__(self, total: Tensor) -> None:
-        self.total, self.is_used, self.is_beside = total, False, False
+        self.total, self.is_used = total, False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-
-class Beside(Protocol):
-    """Where products that add to sums run. See Note [Beside the backward]."""
-
-    def run(self, work: Callable[[], Any]) -> None:
-        """Do this behind all that the current stream has been given, while that goes on."""
-        ...
-
-    def settle(self) -> None:
-        """What the current stream is given from now on comes behind all of that work."""
-        ...
-
-
-class StreamBeside:
-    """``Beside`` on a second stream of a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._running: tuple[Callable[[], Any], torch.cuda.Event] | None = None  # the work holds what it reads
-
-    def run(self, work: Callable[[], Any]) -> None:
-        """See ``Beside``. While a graph is captured, on the stream that is captured."""
-        self.settle()
-        if torch.cuda.is_current_stream_capturing():
-            work()
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            work()
-        self._running = work, self._stream.record_event()
-
-    def settle(self) -> None:
-        """See ``Beside``."""
-        if self._running is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._running[1])
-            self._running = None
-
-
-def beside_on(device: torch.device, *, wanted: bool) -> Beside | None:
-    """What ``set_beside`` takes for this device: a stream, if it has streams and one is wanted."""
-    return StreamBeside(device) if wanted and device.type == "cuda" else None
-
-
-class _Switch:
-    """Of this process, as its GPU is: a backward runs in another thread."""
-
-    beside: Beside | None = None
-
-
-def set_beside(beside: Beside | None) -> None:
-    """Let products that add to sums run there from now on; ``None``: where the backward runs."""
-    settle()
-    _Switch.beside = beside
-
-
-def settle() -> None:
-    """Before a sum is read: see Note [Beside the backward]."""
-    if _Switch.beside is not None:
-        _Switch.beside.settle()
-
-
-def _beside(param: Tensor, work: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
-    """The same work on a sum, beside the backward that is running."""
-    beside, found = _Switch.beside, getattr(param, _SUM)
-    assert beside is not None
-
-    def run(total: Tensor) -> None:
-        found.is_beside = True
-        beside.run(lambda: work(total))
-        torch.autograd.Variable._execution_engine.queue_callback(beside.settle)
-
-    return run
 
 
 def open_sum(param: nn.Parameter, total: Tensor) -> None:
@@ -159,7 +79,6 @@ def settled_sum(param: Tensor) -> Tensor | None:
     found: _Sum | None = getattr(param, _SUM, None)
     if found is None or param._backward_hooks:
         return None
-    settle()
     if param.grad is not None and param.grad is not found.total:
         found.total.copy_(param.grad)
         param.grad = found.total
@@ -170,12 +89,6 @@ def is_summed(param: Tensor) -> bool:
     """Whether a Function has added to the parameter's sum before, so that ``grad = None`` empties it."""
     found: _Sum | None = getattr(param, _SUM, None)
     return found is not None and found.is_used
-
-
-def _settle_if_beside(param: Tensor) -> None:
-    found: _Sum = getattr(param, _SUM)
-    if found.is_beside:
-        settle()
 
 
 def _add(param: Tensor, add: Callable[[Tensor], Any], put: Callable[[Tensor], Any] | None) -> None:
@@ -246,7 +159,6 @@ def now_or_later(
     *,
     add: Callable[[Tensor], Any] | None = None,
     put: Callable[[Tensor], Any] | None = None,
-    beside: bool = False,
 ) -> Tensor | None:
     """The gradient of the weight, or ``None`` if it has been added to the parameter's sum or was asked to wait.
 
@@ -255,7 +167,6 @@ def now_or_later(
         compute: what it takes to make the gradient. It holds all that it needs; the rest of what was saved may be freed.
         add: adds the gradient to a tensor of its shape, in place of ``compute``. One of them is called once, now or later.
         put: writes the gradient over a tensor of its shape, whatever that holds; without it the tensor is zeroed for ``add``.
-        beside: both may run on another stream, see Note [Beside the backward].
     """
     waiting: list[Compute] | None = getattr(ctx, _LATER, None)
     is_late = waiting is not None
@@ -264,11 +175,7 @@ def now_or_later(
     def make() -> Tensor | None:
         if add is None or param is None or sum_of(param) is None:
             return compute()
-        if beside and not is_late and _Switch.beside is not None:
-            _add(param, _beside(param, add), None if put is None else _beside(param, put))
-        else:
-            _settle_if_beside(param)
-            _add(param, add, put)
+        _add(param, add, put)
         if is_late or not _hooks_run_without_gradient():
             run_hooks(param)
         return None
@@ -291,7 +198,6 @@ def added_to_sum(ctx: Any, place: int, add: Callable[[Tensor], Any], *, put: Cal
     param = _parameter(ctx, place, is_certain=False)
     if param is None or sum_of(param) is None:
         return False
-    _settle_if_beside(param)
     _add(param, add, put)
     if not _hooks_run_without_gradient():
         run_hooks(param)

@@ -29,6 +29,7 @@ from lightning_megatron.checkpoint.ranks import Ranks, readable
 from lightning_megatron.checkpoint.reading import ChunkReader, small_files
 from lightning_megatron.checkpoint.saving import BackgroundSaver, plan_save
 from lightning_megatron.checkpoint.state import EXTRA_STATE, ModelTarget, model_state, placeholder
+from lightning_megatron.checkpoint.storage import Place, places_of
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer
 
@@ -153,7 +154,8 @@ def load(
     tensors = {key: tensor for target in targets for key, tensor in target.tensors.items()}
     own = _own_targets(index, ranks.rank)
     tensors.update(own)
-    reader = ChunkReader(Path(path), index, sums, verify=verify, device=mesh.device if mesh.device.type == "cuda" else None)
+    device, later = mesh.device if mesh.device.type == "cuda" else None, _read_later(index, mesh) if restored else []
+    reader = ChunkReader(Path(path), index, sums, verify=verify, device=device, read_later=later)
     _read(tensors, reader, strict=strict, cast=cast, ranks=ranks)
     for target in targets:
         target.finish(tensors)
@@ -183,6 +185,16 @@ def _own_targets(index: Metadata, rank: int) -> dict[str, Tensor]:
     head = f"rank.{rank}."
     found = {key: placeholder(entry) for key, entry in index.state_dict_metadata.items() if str(key).startswith(head)}
     return {key: tensor for key, tensor in found.items() if tensor is not None}
+
+
+def _read_later(index: Metadata, mesh: Mesh) -> list[Place]:
+    """A share of what belongs to single ranks, which is read when the training starts: gradients and their token counts.
+
+    All ranks together have all of it, however many had saved it.
+    """
+    heads = ("gradients", "copies", "rank")
+    parts = [(place, place.key.split(".", 2)) for place in places_of(index)]
+    return [place for place, (head, *of) in parts if head in heads and int(of[0]) % mesh.world_size == mesh.rank]
 
 
 def _targets(

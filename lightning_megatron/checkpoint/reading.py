@@ -35,14 +35,22 @@ class ChunkReader(FileSystemReader):
         sums: its checksums, likewise; ``None`` if it has none.
         verify: compare checksums before anything is loaded, where the checkpoint has them.
         device: the GPU that targets are on, if they are.
+        read_later: places that are to be checked with what is loaded now.
     """
 
     def __init__(
-        self, path: Path, metadata: Metadata, sums: Sums | None, *, verify: bool = True, device: torch.device | None = None
+        self,
+        path: Path,
+        metadata: Metadata,
+        sums: Sums | None,
+        *,
+        verify: bool = True,
+        device: torch.device | None = None,
+        read_later: Sequence[Place] = (),
     ) -> None:
         super().__init__(path)
         self._folder, self._metadata, self._sums = path, metadata, sums
-        self._verify, self._device = verify, device
+        self._verify, self._device, self._read_later = verify, device, read_later
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata that was given."""
@@ -50,7 +58,7 @@ class ChunkReader(FileSystemReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Report files that are missing, cut short or changed before anything is loaded."""
-        places = [self._place(index) for index in dict.fromkeys(item.storage_index for item in plan.items)]
+        places = list(dict.fromkeys([*(self._place(item.storage_index) for item in plan.items), *self._read_later]))
         problems = short_files(self._folder, places)
         if self._verify and self._sums is not None and not problems:
             with BlockReader(self._folder) as reader:

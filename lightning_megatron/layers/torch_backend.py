@@ -157,7 +157,7 @@ _CUDNN_TOKENS, _CUDNN_MULTIPLE = 1024, 128
 def _fastest(q: Tensor, dropout: float) -> AbstractContextManager[Any]:
     """Prefer cuDNN's kernels for ``[B, h, S, d]`` on Hopper and later: 1.7 times as fast as flash attention in torch.
 
-    Their backward sums in another order each time, flash's need not: under ``torch.use_deterministic_algorithms`` it is flash.
+    Their backward sums in another order each time, flash's does not where ``torch.use_deterministic_algorithms`` insists.
     """
     narrow, tokens = q.dtype in (torch.float16, torch.bfloat16), q.shape[2]
     if q.is_cuda and narrow and torch.are_deterministic_algorithms_enabled():

@@ -22,7 +22,7 @@ from lightning_megatron.comm import all_gather_single, reduce_scatter_single
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.layout import BucketPlan, ParamSlot, plan_buckets, shard_range
 from lightning_megatron.sharding import sharding_of
-from lightning_megatron.weight_gradients import close_sum, is_summed, open_sum, settle
+from lightning_megatron.weight_gradients import close_sum, is_summed, open_sum
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
@@ -152,7 +152,6 @@ class Bucket:
         if self._launched:
             return
         self._launched = True
-        settle()
         for slot in self.slots:
             slot.collect()
         if self.axis.group is None:

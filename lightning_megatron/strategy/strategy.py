@@ -46,7 +46,6 @@ from lightning_megatron.strategy.num_batches import same_num_batches
 from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.strategy.report import print_layout
 from lightning_megatron.strategy.steps import SteppingStrategy
-from lightning_megatron.weight_gradients import beside_on, set_beside
 
 
 class MegatronStrategy(SteppingStrategy):
@@ -87,7 +86,6 @@ class MegatronStrategy(SteppingStrategy):
         cuda_graphs: layers of our models run as CUDA graphs, for models that the host holds up. See docs/performance.md.
         compile_pointwise: ``torch.compile`` fuses what this project has no kernels for. See docs/performance.md.
         tune_products: time cuBLASLt's algorithms first, then use the fastest; a path: of a file that keeps them. See the same.
-        overlap_weight_gradients: their products run on a CUDA stream beside the rest of the backward. See the same.
         gc_interval_steps: optimizer steps between garbage collections, on all ranks at once; ``None`` leaves them to Python.
         optimizer: how gradients are laid out and reduced.
         checkpoint: how checkpoints are written and read: ``CheckpointConfig(async_save=True)`` writes beside the training.
@@ -132,7 +130,6 @@ class MegatronStrategy(SteppingStrategy):
         cuda_graphs: bool = False,
         compile_pointwise: bool = False,
         tune_products: bool | str = False,
-        overlap_weight_gradients: bool = False,
         gc_interval_steps: int | None = 100,
         optimizer: DistributedOptimizerConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
@@ -144,7 +141,7 @@ class MegatronStrategy(SteppingStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         self._take_model_options(backend, plan, compiles=compile_pointwise, tunes=tune_products)
-        self._schedule, self._overlap_weight_gradients = frozen(schedule), overlap_weight_gradients
+        self._schedule = frozen(schedule)
         sizes: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "vpp": vpp, "ep": ep, "etp": etp}
         sequence: dict[str, Any] = {"sequence_parallel": sequence_parallel, "tp_overlap": tp_overlap}
         sequence |= {"cp_comm": cp_comm, "cp_a2a": cp_a2a, "cp_kernel": cp_kernel}
@@ -261,7 +258,6 @@ class MegatronStrategy(SteppingStrategy):
         )
         options.check_overlap(self.parallelism, self._backend)
         set_products(products_of(self._tune_products, self.root_device))
-        set_beside(beside_on(self.root_device, wanted=self._overlap_weight_gradients))
         earlier = PreparedModule.of(self.lightning_module)
         if earlier is not None and self._schedule == "auto":  # any placement will do
             self.parallelism = replace(self.parallelism, placement=earlier.mesh.parallelism.placement)

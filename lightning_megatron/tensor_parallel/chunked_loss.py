@@ -156,7 +156,6 @@ class _HeadLoss(torch.autograd.Function):
                     lambda: weight_gradient(slopes, rows()),
                     add=lambda total: add_weight_gradient(total, slopes, rows()),
                     put=lambda total: put_weight_gradient(total, slopes, rows()),
-                    beside=True,
                 )
             if reducing is not None:
                 summed = reducing.wait()

@@ -325,7 +325,6 @@ class _ColumnLinear(torch.autograd.Function):
                     lambda: weight_gradient(rows, whole()),
                     add=lambda total: add_weight_gradient(total, rows, whole()),
                     put=lambda total: put_weight_gradient(total, rows, whole()),
-                    beside=True,
                 )
             if needs_bias:
                 grad_bias = rows.sum(0)
@@ -376,6 +375,5 @@ class _RowLinear(torch.autograd.Function):
                 lambda: weight_gradient(rows, x),
                 add=lambda total: add_weight_gradient(total, rows, x),
                 put=lambda total: put_weight_gradient(total, rows, x),
-                beside=True,
             )
             return grad_x, grad_weight, None, None, None

@@ -48,14 +48,11 @@ for group in $wanted; do
         alone memory tests/gpu/memory.py
         alone graphs tests/gpu/graphs.py
         alone checkpoint tests/gpu/checkpoint.py
-        alone beside tests/gpu/beside.py
         ;;
     four)
         together grid4 4 tests/gpu/parity_grid.py
         together grid8 8 tests/gpu/parity_grid.py
         together graphs2 2 tests/gpu/graphs.py
-        together beside2 2 tests/gpu/beside.py
-        together tp_overlap 2 tests/gpu/tp_overlap.py
         ;;
     models)
         together te2 2 tests/gpu/te_backend.py

@@ -111,7 +111,7 @@ def step(model: GPT, backend: Backend) -> tuple[dict[str, Tensor], int]:
 
 def outcome(kind: str, way: str, num_layers: int = 2, **options: bool) -> tuple[dict[str, Tensor], int, float]:
     """The third step's gradients by deterministic kernels, kept bytes, and the median time of five more steps."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     model, backend = model_of(kind, way, num_layers, **options)
     for _ in range(3):
         grads, _ = step(model, backend)

@@ -236,7 +236,6 @@ class ColumnLinear(torch.autograd.Function):
                 lambda: ops.weight_gradient(whole(), narrow, weight),
                 add=lambda total: ops.add_weight_gradient(whole(), narrow, total),
                 put=lambda total: ops.add_weight_gradient(whole(), narrow, total, add=False),
-                beside=ops.adds_beside,
             )
         grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
         return None if reducing is None else reducing.wait().view(ctx.shape), grad_weight, grad_bias, None
@@ -292,6 +291,12 @@ class RowLinear(torch.autograd.Function):
         else:
             size = weight.shape[1]
             grad_x, narrow = gathered_product(part, job.grad_slot, multiply, job=job, size=size, keeps=True)
+            if job.activation is not None and job.handoff is None:
+                grad_x = ops.activate_backward(grad_x, rows, job.activation)
+            elif job.activation is not None and job.handoff is not None:
+                job.handoff.narrow = ops.activate_backward_quantized(grad_x, rows, job.activation, job.handoff.slot)
+                grad_x = stand_in(grad, ctx.shape)
+            grad_x = grad_x.view(ctx.shape)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             if kept is None and job.activation is not None:
@@ -302,15 +307,7 @@ class RowLinear(torch.autograd.Function):
                 lambda: ops.weight_gradient(kept, narrow, weight),
                 add=lambda total: ops.add_weight_gradient(kept, narrow, total),
                 put=lambda total: ops.add_weight_gradient(kept, narrow, total, add=False),
-                beside=ops.adds_beside,
             )
-        if grad_x is not None:
-            if job.activation is not None and job.handoff is None:
-                grad_x = ops.activate_backward(grad_x, rows, job.activation)
-            elif job.activation is not None and job.handoff is not None:
-                job.handoff.narrow = ops.activate_backward_quantized(grad_x, rows, job.activation, job.handoff.slot)
-                grad_x = stand_in(grad, ctx.shape)
-            grad_x = grad_x.view(ctx.shape)
         return grad_x, grad_weight, None, grad if ctx.needs_input_grad[3] else None
 
 

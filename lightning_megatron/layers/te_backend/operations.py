@@ -136,11 +136,6 @@ class Operations(Protocol):
         """Add ``grad^T x`` to ``total``, ``[out, in]``, contiguous; or write it over that, whatever it holds."""
         ...
 
-    @property
-    def adds_beside(self) -> bool:
-        """Whether ``add_weight_gradient`` may run on a stream of its own, beside other products."""
-        ...
-
     def keep_columns(self, x: Narrow) -> Narrow:
         """The same without its rows, to be kept for a weight gradient. Columns are made if there are none."""
         ...

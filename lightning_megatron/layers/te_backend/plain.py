@@ -177,11 +177,6 @@ class PlainOperations:
         gradient = _wide(grad).t() @ _wide(x)
         total.add_(gradient) if add else total.copy_(gradient)
 
-    @property
-    def adds_beside(self) -> bool:
-        """See ``Operations``."""
-        return True
-
     def keep_columns(self, x: Tensor | Rounded) -> Tensor | Rounded:
         """See ``Operations``."""
         return x

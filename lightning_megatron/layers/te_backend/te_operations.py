@@ -110,11 +110,6 @@ class TeOperations:
             quantizer=quantizer,
         )
 
-    @property
-    def adds_beside(self) -> bool:
-        """See ``Operations``. Tuned products have a workspace for each stream, Transformer Engine's share one."""
-        return self._options is not None and self._options.is_per_tensor and isinstance(current_products(), TunedProducts)
-
     def keep_columns(self, x: Narrow) -> Narrow:
         """See ``Operations``."""
         if not isinstance(x, Tensor):
