@@ -293,11 +293,12 @@ def read_pickled(file: Path, weights_only: bool | None) -> dict[str, Any]:
                 f"{file} holds an object of type {found[1]}, which is not read with weights_only=True. If you trust the "
                 f"file, load it with weights_only=False, or allow the type by torch.serialization.add_safe_globals."
             ) from error
-        raise ValueError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{file} is damaged, or torch.save has not written it.") from error  # torch's own text is advice
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"{file} is damaged: {str(error).splitlines()[0] if str(error) else 'it ends early'}") from error
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else "it ends early"
+        raise ValueError(f"{file} is damaged, or torch.save has not written it ({why}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}, not the dict of a checkpoint.")
     return content

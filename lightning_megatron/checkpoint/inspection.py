@@ -47,6 +47,7 @@ class Summary:
         tensors: in the order of their keys.
         num_optimizers: optimizers whose states are there.
         file_bytes: of the directory on the disk.
+        missing: data files that are not there or end too early, a line each: it is complete if there are none.
         leftovers: what interrupted saves have left beside it.
     """
 
@@ -55,6 +56,7 @@ class Summary:
     tensors: tuple[SavedTensor, ...]
     num_optimizers: int
     file_bytes: int
+    missing: tuple[str, ...]
     leftovers: tuple[Path, ...]
 
     def num_bytes(self, head: str) -> int:
@@ -76,8 +78,8 @@ def summarize(path: Path) -> Summary:
             numel, dtype = saved.size.numel(), saved.properties.dtype
             tensors.append(SavedTensor(key, tuple(saved.size), dtype, len(saved.chunks), numel * dtype.itemsize))
     size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    left = files.leftovers(path.absolute().parent)
-    return Summary(path, meta, tuple(tensors), num_optimizers(index), size, tuple(left))
+    missing, left = reading.short_files(path, storage.places_of(index)), files.leftovers(path.absolute().parent)
+    return Summary(path, meta, tuple(tensors), num_optimizers(index), size, tuple(missing), tuple(left))
 
 
 def verify(path: Path) -> list[str]:
@@ -164,8 +166,11 @@ def consolidate(path: Path, file: Path, *, with_optimizer: bool = False) -> int:
         The number of tensors in ``state_dict``.
 
     Raises:
-        FileNotFoundError, ValueError: as ``summarize``; also what ``verify`` finds, before anything is written.
+        FileNotFoundError, ValueError: as ``summarize``; also what ``verify`` finds, before anything is written, and if
+            ``file`` is a directory.
     """
+    if file.is_dir():
+        raise ValueError(f"{file} is a directory; give the name of a file.")
     index, content, sums = reading.small_files(path, False, verify=True)
     places = storage.places_of(index)
     if problems := reading.short_files(path, places) or (reading.changed_parts(path, places) if sums is not None else []):
@@ -175,6 +180,7 @@ def consolidate(path: Path, file: Path, *, with_optimizer: bool = False) -> int:
     if with_optimizer:
         heads = [f"optimizer_{number}" for number in range(num_optimizers(index))]
         content["optimizer_states"] = [_together(parts, index, head) for head in heads]
+    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.tmp")
     with open(unfinished, "wb") as stream:
         torch.save(content, stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -192,9 +193,8 @@ def _read_later(index: Metadata, mesh: Mesh) -> list[Place]:
 
     All ranks together have all of it, however many had saved it.
     """
-    heads = ("gradients", "copies", "rank")
-    parts = [(place, place.key.split(".", 2)) for place in places_of(index)]
-    return [place for place, (head, *of) in parts if head in heads and int(of[0]) % mesh.world_size == mesh.rank]
+    found = [(place, re.match(r"(?:gradients|copies|rank)\.(\d+)\.", place.key)) for place in places_of(index)]
+    return [place for place, rank in found if rank is not None and int(rank[1]) % mesh.world_size == mesh.rank]
 
 
 def _targets(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint import save
+from lightning_megatron.checkpoint.inspection import summarize
 from lightning_megatron.cli import main
 from lightning_megatron.testing import run_distributed
 
@@ -74,6 +76,28 @@ def test_verify_finds_any_damage(path: Path, damage: str, capsys: pytest.Capture
         assert name in text
         assert bool(re.search(r"(model|optimizer_0)\.", text)) == (damage in ("data", "cut", "gone"))
     assert not (path.parent / "one.ckpt").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_checkpoint_without_all_of_its_data_is_not_complete(path: Path, damage: str) -> None:
+    assert summarize(path).missing == ()
+    data = path / "__1_0.distcp"
+    if damage == "cut":
+        os.truncate(data, data.stat().st_size - 1)
+    else:
+        data.unlink()
+    (problem,) = summarize(path).missing
+    assert problem.startswith("__1_0.distcp: this data file")
+
+
+def test_consolidate_refuses_a_directory_and_makes_those_that_are_missing(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(capsys, "consolidate", path, path.parent)
+    assert code == 1
+    assert "is a directory; give the name of a file" in text
+    assert run(capsys, "consolidate", path, path.parent / "new" / "one.ckpt")[0] == 0
+    assert os.listdir(path.parent / "new") == ["one.ckpt"]
 
 
 def test_consolidate_writes_the_unsharded_state_dict(make: Any, path: Path, capsys: pytest.CaptureFixture[str]) -> None:

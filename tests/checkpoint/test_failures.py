@@ -72,6 +72,32 @@ def test_the_checkpoint_appears_only_with_its_last_file(make: Any, tmp_path: Pat
     assert not (tmp_path / "a.ckpt").exists()
 
 
+def test_every_file_is_flushed_before_the_checkpoint_takes_its_place_the_meta_file_last(make: Any, tmp_path: Path) -> None:
+    def attempt() -> tuple[list[int], dict[str, int]]:
+        flushed: list[int] = []  # inodes, as files are renamed
+        commit, fsync, there = files.commit, os.fsync, {}
+
+        def noted(descriptor: int) -> None:
+            fsync(descriptor)
+            flushed.append(os.fstat(descriptor).st_ino)
+
+        def committed(path: Path) -> None:
+            folder = files.temporary(path)
+            there.update({entry.name: entry.stat().st_ino for entry in (*folder.iterdir(), folder)})
+            flushed.append(0)
+            commit(path)
+
+        os.fsync, files.commit = noted, committed  # type: ignore[assignment]
+        written(make, tmp_path / "a.ckpt", {"tp": 2})
+        return flushed, there
+
+    (first, there), (second, _) = run_distributed(attempt, 2)
+    *names, folder = there
+    assert sorted(names) == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json", "meta.pt"]
+    assert set(there.values()) <= {*first[: first.index(0)], *second}
+    assert first[-4:] == [there["meta.pt"], there[folder], 0, tmp_path.stat().st_ino]
+
+
 @pytest.mark.parametrize("kind", ["file", "link", "broken link", "directory"])
 def test_whatever_is_in_the_way_is_replaced_and_a_link_is_not_followed(make: Any, tmp_path: Path, kind: str) -> None:
     path, other = tmp_path / "last.ckpt", tmp_path / "top.ckpt"
@@ -306,9 +332,11 @@ def test_a_single_file_checkpoint_is_read_or_refused(tmp_path: Path) -> None:
     torch.save({"weights": 1}, file)
     with pytest.raises(ValueError, match="has no state_dict"):
         load_state_file(file)
-    file.write_bytes(b"PK\x03\x04 not a zip")
-    with pytest.raises(ValueError, match=r"a\.ckpt"):
-        load_state_file(file)
+    for foreign in (b"PK\x03\x04 not a zip", b"some text", b"\x93" * 100, b""):
+        file.write_bytes(foreign)
+        with pytest.raises(ValueError, match=r"a\.ckpt is damaged, or torch\.save has not written it") as error:
+            load_state_file(file)
+        assert "weights_only" not in str(error.value)  # torch advises to trust it
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         load_state_file(tmp_path / "gone")
     with pytest.raises(ValueError, match="is a directory"):

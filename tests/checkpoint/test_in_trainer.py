@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import DistributedOptimizerConfig, MegatronPrecision, MegatronStrategy
 from lightning_megatron.checkpoint import BackgroundSaver, CheckpointConfig, is_checkpoint, writing
 from lightning_megatron.checkpoint.files import read_index
+from lightning_megatron.checkpoint.storage import places_of
 from lightning_megatron.strategy import checkpointing
 from lightning_megatron.testing import run_distributed
 
@@ -35,6 +36,9 @@ class Tiny(L.LightningModule):
         loss = (self.layer(batch[0]) - 1).square().mean()
         self.log("loss", loss, sync_dist=True)
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.layer(batch[0]).square().mean())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -89,6 +93,13 @@ def test_top_k_last_and_best_are_kept_as_lightning_means_them(last: Any, asynchr
         assert is_link == (last == "link")
 
 
+class Started(Callback):
+    """Keeps the weights that training begins with."""
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.weights = weights(trainer)
+
+
 def test_a_checkpoint_of_weights_alone_is_small_and_can_be_evaluated_and_started_from(tmp_path: Path) -> None:
     def run() -> Any:
         saving = ModelCheckpoint(tmp_path, save_weights_only=True, every_n_train_steps=4)
@@ -96,10 +107,15 @@ def test_a_checkpoint_of_weights_alone_is_small_and_can_be_evaluated_and_started
         first.fit(Tiny(), loader())
         path = Path(saving.best_model_path)
         index = read_index(path)
-        other = Tiny()
-        again = trainer(tmp_path, enable_checkpointing=False)
         with pytest.raises(KeyError, match="contains only the model"):  # Lightning's own message
-            again.fit(other, loader(), ckpt_path=path)
+            trainer(tmp_path, enable_checkpointing=False).fit(Tiny(), loader(), ckpt_path=path)
+        other, started = Tiny(), Started()
+        other.layer[0].weight.data.zero_()
+        again = trainer(tmp_path, started, enable_checkpointing=False)
+        again.validate(other, loader(), ckpt_path=path, verbose=False)
+        assert same(weights(first), weights(again))
+        again.fit(other, loader())
+        assert same(weights(first), started.weights)
         return [key for key in index.state_dict_metadata if not key.startswith("model.")]
 
     assert run_distributed(run, 2) == [[], []]
@@ -120,6 +136,39 @@ def test_metadata_that_needs_trust_is_named_and_read_when_trusted(tmp_path: Path
         trainer(tmp_path, enable_checkpointing=False, strategy=trusted).fit(Tiny(), loader(), ckpt_path=tmp_path / "a.ckpt")
 
     run_distributed(run, 1)
+
+
+class SaveFirst(Callback):
+    """Saves after the first batch of two that make a step."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "a.ckpt")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("key", ["gradients.1.layer.0.weight.0,0", "rank.1.num_tokens"])
+def test_damage_to_gradients_that_wait_for_their_step_is_found_before_anything_is_loaded(
+    key: str, ranks: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"enable_checkpointing": False, "accumulate_grad_batches": 2}
+    run_distributed(lambda: trainer(tmp_path, SaveFirst(), **options).fit(Tiny(), loader()), 2)
+    (place,) = places_of(read_index(tmp_path / "a.ckpt"), {key})
+    data = tmp_path / "a.ckpt" / place.file
+    content = bytearray(data.read_bytes())
+    content[place.offset + place.length // 2] ^= 1
+    data.write_bytes(content)
+
+    def go_on() -> tuple[str, bool, int]:
+        module, one = Tiny(), trainer(tmp_path, **options)
+        with pytest.raises(ValueError, match="not those that were written") as error:
+            one.fit(module, loader(), ckpt_path=tmp_path / "a.ckpt")
+        return str(error.value), same(module.state_dict(), Tiny().state_dict()), len(one.optimizers[0].state)
+
+    for text, unchanged, num_states in run_distributed(go_on, ranks):
+        assert key in text
+        assert unchanged
+        assert num_states == 0
 
 
 class RaiseAt(Callback):
