@@ -83,7 +83,8 @@ class MegatronPrecision(Precision):
         fp8_head: multiply the vocabulary head in 8 bits as well (of models that do not share it with the embedding).
         fp8_attention: the products of attention in 8 bits as well: causal, whole rows, no dropout, heads of 128.
         fp8_params: the model holds the weights of 8-bit products in 8 bits, with fp32 main values in the optimizer alone.
-        fp8_fast_gradients: sums of gradient products may be kept in less than fp32, as those of forward products are.
+        fp8_fast_gradients: sums of gradient products may be kept in less than fp32, as those of forward products are; those
+            of the head are not.
         first_last_layers_bf16: layers at each end of the model that stay in bf16, as one number or two.
         fp8_history_steps: optimizer steps that ``delayed`` looks back on.
         fp8_margin: powers of two of headroom that ``delayed`` leaves.

@@ -55,6 +55,10 @@ class Operations(Protocol):
         """Whether products are in 8 bits at all."""
         ...
 
+    def with_fp32_sums(self) -> Operations:
+        """The same, but gradient products keep their sums in fp32 whatever the options are."""
+        ...
+
     def quantize(self, x: Tensor, slot: Slot | None, *, record: bool) -> Narrow:
         """``[N, n]``, both forms. ``record``: remember the largest magnitude for later steps."""
         ...

@@ -70,6 +70,10 @@ class PlainOperations:
         """See ``Operations``."""
         return self._options is not None
 
+    def with_fp32_sums(self) -> PlainOperations:
+        """See ``Operations``."""
+        return self
+
     def quantize(self, x: Tensor, slot: Slot | None, *, record: bool) -> Tensor | Rounded:
         """See ``Operations``."""
         if self._options is None or slot is None:

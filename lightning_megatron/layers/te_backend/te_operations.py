@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -59,6 +60,12 @@ class TeOperations:
     def is_narrow(self) -> bool:
         """See ``Operations``."""
         return self._options is not None
+
+    def with_fp32_sums(self) -> TeOperations:
+        """See ``Operations``."""
+        made = copy(self)
+        made._is_fast = False
+        return made
 
     # Into 8 bits
 

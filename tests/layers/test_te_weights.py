@@ -1,4 +1,4 @@
-"""Factors that follow from a tensor itself, and weights in 8 bits that are made when an optimizer's step ends."""
+"""Factors that follow from a tensor itself, weights in 8 bits made when an optimizer's step ends, and the head's exact sums."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lightning_megatron.layers.backend import NormSpec
 from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, TeBackend, make_weights
 from lightning_megatron.layers.te_backend.scales import LARGEST, SPACING, own_factor
 from lightning_megatron.mesh import Mesh
+from lightning_megatron.models import GPT, GPTConfig
 
 
 @pytest.mark.parametrize("dtype", LARGEST)
@@ -26,6 +27,28 @@ def test_an_own_factor_is_the_largest_of_its_powers_that_fits(dtype: torch.dtype
 
 def test_nothing_and_overflows_have_the_factor_one() -> None:
     assert own_factor(torch.tensor([0.0, inf, nan]), torch.float8_e4m3fn).tolist() == [1.0, 1.0, 1.0]
+
+
+class _Fast(PlainOperations):
+    """Has another self for sums in fp32."""
+
+    def __init__(self, options: Fp8Options | None) -> None:
+        super().__init__(options)
+        self.exact = PlainOperations(options)
+
+    def with_fp32_sums(self) -> PlainOperations:
+        return self.exact
+
+
+def test_the_head_keeps_sums_in_fp32_where_layers_do_not() -> None:
+    options = Fp8Options(head=True, fast_gradients=True)
+    operations = _Fast(options)
+    config = GPTConfig(num_layers=1, hidden_size=32, num_heads=2, vocab_size=64, max_seq_len=16, ffn_hidden_size=32)
+    model = GPT(config, backend=TeBackend(operations, options))
+    used = {name: child.job.operations for name, child in model.named_modules() if hasattr(child, "job")}
+    assert used.pop("head") is operations.exact
+    assert set(used.values()) == {operations}
+    assert len(used) == 4
 
 
 class _Counted(PlainOperations):
