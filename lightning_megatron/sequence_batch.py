@@ -59,13 +59,13 @@ class SequenceCut:
 
         Raises:
             ValueError: no tensor has a sequence dim; a length needs padding, and it is not known by what; documents do not
-                divide; blocks are not those of the row or of the ranks.
+                divide, or are none; blocks are not those of the row or of the ranks.
         """
         if isinstance(batch, Mapping) and batch.get("cp_blocks") is not None and self.size > 1:
             return self._in_block(batch, padding)
         length = sequence_length(batch) if length is None else length
         padded = length + -length % self.multiple if self.size > 1 else length
-        documents = self._documents(batch, padded, is_cut=self.size > 1)
+        documents = self._documents(batch, padded)
         self.layout = SequenceLayout(padded, length, self.size, self.rank, *documents)
         if self.size == 1:
             return batch
@@ -108,21 +108,23 @@ class SequenceCut:
         self.layout = replace(inner.layout, blocks=blocks)
         return part
 
-    def _documents(self, batch: Any, padded: int, *, is_cut: bool) -> tuple[Tensor | None, int | None]:
+    def _documents(self, batch: Any, padded: int) -> tuple[Tensor | None, int | None]:
         borders = batch.get("cu_seqlens") if isinstance(batch, Mapping) else None
         if borders is None:
             return None, None
         num_rows = next(leaf.shape[0] for leaf in _named(batch) if leaf is not borders and leaf.dim() > 1)
         borders = end_borders(borders, num_rows, padded)
-        if is_cut and (borders.device.type == "cpu" or self._checks):
-            self._check(borders)
         longest = batch.get("max_seqlen")
-        added = padded - sequence_length(batch)  # a document of padding
-        return borders, None if longest is None else max(int(longest), added)
+        if longest is not None:
+            longest = max(int(longest), padded - sequence_length(batch))  # what is added is a document of padding
+        if borders.device.type == "cpu" or self._checks:
+            _check_borders(borders, longest)
+            self._check_chunks(borders)
+        return borders, longest
 
-    def _check(self, borders: Tensor) -> None:
+    def _check_chunks(self, borders: Tensor) -> None:
         sizes = borders.diff(dim=1)
-        wrong = sizes[sizes % (2 * self.size) != 0]
+        wrong = sizes[sizes % (2 * self.size) != 0] if self.size > 1 else ()
         if len(wrong):
             raise ValueError(
                 f"a packed document has {int(wrong[0])} tokens, which do not divide by 2 * cp({self.size}) = {2 * self.size}: "
@@ -283,6 +285,22 @@ def block_of(
             f"and cp={num_ranks}."
         )
     return found
+
+
+def _check_borders(borders: Tensor, longest: int | None) -> None:
+    """Refuse borders ``[B, n + 1]``, the last one S, that are not those of documents of up to ``longest`` tokens."""
+    rows = borders.cpu()
+    sizes = rows.diff(dim=1)
+    if len(wrong := rows[(rows[:, 0] != 0) | (sizes < 0).any(dim=1)]):
+        raise ValueError(
+            f"cu_seqlens of a row are {wrong[0, :-1].tolist()}, which do not rise from 0 to S={int(rows[0, -1])}: give the "
+            f"borders of the documents in each row, repeating S where a row has fewer."
+        )
+    if longest is not None and int(sizes.max()) > longest:
+        raise ValueError(
+            f"max_seqlen={longest}, but a document has {int(sizes.max())} tokens (what follows the last border is one too): "
+            f"kernels would leave some of it out. Give the length of the longest, or none."
+        )
 
 
 def _check_blocks(borders: Tensor, blocks: tuple[tuple[int, int], ...]) -> None:

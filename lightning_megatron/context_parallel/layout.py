@@ -30,6 +30,7 @@ class SequenceLayout:
         max_document: length of the longest document, or an upper bound.
         blocks: where neighbouring ranks share a part of a wider row, the number of ranks and the tokens of each such part, in
             order; all of the above then says how this rank's part lies.
+        real_lengths: int64 ``[B, n]``, tokens of each document before the padding that ends it. ``None``: all of them.
     """
 
     length: int
@@ -39,6 +40,7 @@ class SequenceLayout:
     cu_seqlens: Tensor | None = None
     max_document: int | None = None
     blocks: tuple[tuple[int, int], ...] = ()
+    real_lengths: Tensor | None = None
 
     @property
     def local_length(self) -> int:

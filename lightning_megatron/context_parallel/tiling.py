@@ -1,4 +1,10 @@
-"""Which queries meet which keys: attention over a cut sequence as a few tiles."""
+"""Which queries meet which keys: attention over a cut sequence as a few tiles.
+
+Note [Padding of documents]
+Packed documents end in padding. Only a causal mask keeps it from real tokens; without one, what is real of a document and its
+padding are two blocks. Of any run of its chunks the real tokens come first, and a chunk before one that has any is all real;
+so blocks of real tokens have the diagonals that whole chunks would have.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +30,8 @@ from lightning_megatron.context_parallel.tiles import (
 )
 
 T = TypeVar("T")
+Chunks = tuple[tuple[int, int], ...]
+"""Runs of a document's ``2 * size`` chunks, one behind the other: (first, number) each."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +71,10 @@ class Tiling:
         if self.window is not None or not self.pattern.causal or layout.size == 1:
             return self._packed_ring(source) if self._is_packed else self._runs(self._own_runs(rank), self._own_runs(source))
         if source == rank:
-            return [self._tile(WHOLE, WHOLE, scales=(2, 2), right=0)]
+            return [self._tile(WHOLE, WHOLE, self._held(rank), self._held(rank), right=0)]
         if source < rank:
-            return [self._tile(WHOLE, self._half(0), scales=(2, 1))]
-        return [self._tile(self._half(1), WHOLE, scales=(1, 2))]
+            return [self._tile(WHOLE, self._half(0), self._held(rank), self._held(source)[:1])]
+        return [self._tile(self._half(1), WHOLE, self._held(rank)[1:], self._held(source))]
 
     def _gathered(self) -> list[Tile]:
         layout = self.layout
@@ -75,14 +83,14 @@ class Tiling:
         near = None if self.window is None else self.window - 1
         right = 0 if self.pattern.causal else near
         if layout.size == 1 or right is None:
-            return [self._tile(WHOLE, WHOLE, scales=(2, 2 * layout.size), left=near, right=right)]
+            return [self._tile(WHOLE, WHOLE, self._held(layout.rank), ((0, 2 * layout.size),), left=near, right=right)]
         tiles = []
         for which, chunk in enumerate(self._chunks(layout.rank)):
-            keys = self._chunks_of(0, chunk + 1)
-            tiles.append(self._tile(self._half(which), keys, scales=(1, chunk + 1), left=near, right=right))
-            rest = 2 * layout.size - 1 - chunk
-            if right and rest:
-                tiles += self._cornered(self._half(which), self._chunks_of(chunk + 1, rest), -1, num_chunks=rest)
+            before, after = (0, chunk + 1), (chunk + 1, 2 * layout.size - 1 - chunk)
+            keys = self._chunks_of(*before)
+            tiles.append(self._tile(self._half(which), keys, ((chunk, 1),), (before,), left=near, right=right))
+            if right and after[1]:
+                tiles += self._cornered(self._half(which), self._chunks_of(*after), chunk, after)
         return tiles
 
     @property
@@ -133,31 +141,33 @@ class Tiling:
     # Packed rows: whole chunks of each document.
 
     def _packed_ring(self, source: int) -> list[Tile]:
-        near = None if self.window is None else self.window - 1
+        near, rank = None if self.window is None else self.window - 1, self.layout.rank
         right = 0 if self.pattern.causal else near
         if near is None or self.layout.size == 1:
-            return [self._tile(WHOLE, WHOLE, scales=(2, 2), left=near, right=right)]
+            return [self._tile(WHOLE, WHOLE, self._held(rank), self._held(source), left=near, right=right)]
         tiles = []
-        if source == self.layout.rank:
-            chunk = self._sizes() // (2 * self.layout.size)
-            tiles.append(Tile(WHOLE, WHOLE, near, right, self._blocks([chunk, chunk], [chunk, chunk], 1)))
-        for (which, own), (other, theirs) in product(*(enumerate(self._chunks(rank)) for rank in (self.layout.rank, source))):
+        if source == rank:
+            blocks = [part for chunk in self._chunks(rank) for part in self._parts(((chunk, 1),))]
+            tiles.append(Tile(WHOLE, WHOLE, near, right, self._blocks(blocks, blocks, 1)))
+        for (which, own), (other, theirs) in product(*(enumerate(self._chunks(ranks)) for ranks in (rank, source))):
             if own > theirs or (own < theirs and not self.pattern.causal):
-                tiles += self._cornered(self._half(which), self._half(other), own - theirs)
+                tiles += self._cornered(self._half(which), self._half(other), own, (theirs, 1))
         return tiles
 
-    def _cornered(self, q: Part, k: Part, distance: int, *, num_chunks: int = 1) -> list[Tile]:
-        """Chunks of queries that stand ``distance`` chunks after the first chunk of keys, in each document."""
+    def _cornered(self, q: Part, k: Part, own: int, theirs: tuple[int, int]) -> list[Tile]:
+        """A chunk of queries and a run of chunks of keys, all before or all after it, in each document."""
         assert self.window is not None
-        chunk, is_before = self._sizes() // (2 * self.layout.size), distance > 0
-        corner = (upper_corner if is_before else lower_corner)(
-            chunk, chunk * num_chunks, chunk * abs(distance) - self.window + 1
+        chunk, is_before = self._sizes() // (2 * self.layout.size), own > theirs[0]
+        (real_q, *padded_q), (real_k, *padded_k) = self._parts(((own, 1),)), self._parts((theirs,))
+        corner = (upper_corner if is_before else lower_corner)(real_q, real_k, chunk * abs(own - theirs[0]) - self.window + 1)
+        none = torch.zeros_like(chunk)
+        # What is on neither side of a corner gets a block without a partner, and so does padding.
+        alone_q, alone_k = [*padded_q, *[none] * len(padded_k)], [*[none] * len(padded_q), *padded_k]
+        first = self._blocks(
+            [corner.q, real_q - corner.q, none, *alone_q], [corner.k, none, real_k - corner.k, *alone_k], theirs[1]
         )
-        none, rest_q, rest_k = torch.zeros_like(chunk), chunk - corner.q, chunk * num_chunks - corner.k
-        # What is on neither side of a corner gets a block without a partner.
-        first = self._blocks([corner.q, rest_q, none], [corner.k, none, rest_k], num_chunks)
         second = self._blocks(
-            [chunk - corner.full_q, corner.full_q], [chunk * num_chunks - corner.full_k, corner.full_k], num_chunks
+            [real_q - corner.full_q, corner.full_q, *alone_q], [real_k - corner.full_k, corner.full_k, *alone_k], theirs[1]
         )
         return [Tile(q, k, 0 if is_before else None, None if is_before else 0, first), Tile(q, k, lengths=second)]
 
@@ -166,12 +176,36 @@ class Tiling:
         longest = self._longest(num_chunks)
         return Lengths(end_to_end(q), end_to_end(k), longest, longest)
 
-    def _tile(self, q: Part, k: Part, *, scales: tuple[int, int], left: int | None = None, right: int | None = None) -> Tile:
-        """``scales``: how many chunks of each document the queries and the keys of the tile are."""
+    def _tile(
+        self, q: Part, k: Part, q_chunks: Chunks, k_chunks: Chunks, *, left: int | None = None, right: int | None = None
+    ) -> Tile:
+        """Chunks say which of each document the queries and the keys of the tile are."""
         if not self._is_packed:
             return Tile(q, k, left, right)
-        borders = [self._borders(scale) for scale in scales]
-        return Tile(q, k, left, right, Lengths(borders[0], borders[1], self._longest(scales[0]), self._longest(scales[1])))
+        borders = [self._borders(chunks) for chunks in (q_chunks, k_chunks)]
+        longest = [self._longest(_number(chunks)) for chunks in (q_chunks, k_chunks)]
+        return Tile(q, k, left, right, Lengths(borders[0], borders[1], longest[0], longest[1]))
+
+    def _held(self, rank: int) -> Chunks:
+        """The chunks of each document on a rank."""
+        early, late = self._chunks(rank)
+        return ((early, 1), (late, 1))
+
+    @property
+    def _tells_padding(self) -> bool:
+        return not self.pattern.causal and self.layout.real_lengths is not None
+
+    def _parts(self, chunks: Chunks) -> list[Tensor]:
+        """Lengths of the blocks that chunks of each document are: what is real, then padding; see Note [Padding of documents]."""
+        whole = self._sizes() * _number(chunks) // (2 * self.layout.size)
+        if not self._tells_padding:
+            return [whole]
+        assert self.layout.real_lengths is not None
+        chunk, real = self._sizes() // (2 * self.layout.size), torch.zeros_like(whole)
+        for first, number in chunks:
+            most = self._sizes() * number // (2 * self.layout.size)
+            real += torch.minimum((self.layout.real_lengths - first * chunk).clamp(min=0), most)
+        return [real, whole - real]
 
     def _longest(self, scale: int) -> int:
         # Kernels turn a single query around, with another form of result; one more is as good a bound.
@@ -186,10 +220,10 @@ class Tiling:
     def _chunks_of(self, first: int, number: int) -> Part:
         return self._cached(("chunks", first, number), lambda: self.layout.chunks(first, number, self.device))
 
-    def _borders(self, scale: int) -> Tensor:
-        """Borders of documents of which ``scale`` chunks are there."""
-        sizes = self._sizes()
-        return self._cached(("borders", scale), lambda: end_to_end([sizes * scale // (2 * self.layout.size)]))
+    def _borders(self, chunks: Chunks) -> Tensor:
+        """Borders of the blocks where these chunks of each document are there."""
+        key = chunks if self._tells_padding else _number(chunks)
+        return self._cached(("borders", key), lambda: end_to_end(self._parts(chunks)))
 
     def _sizes(self) -> Tensor:
         """Lengths of the documents, ``[B, n]``."""
@@ -202,3 +236,7 @@ class Tiling:
             cache[full_key] = make()
         found: T = cache[full_key]
         return found
+
+
+def _number(chunks: Chunks) -> int:
+    return sum(number for _, number in chunks)

@@ -59,7 +59,7 @@ class PackingCollator:
 
     - ``tokens``, ``labels``: int64 ``[R, S]``, labels -100 at padding;
     - ``cu_seqlens``: int32 ``[R, n + 1]``, borders of the documents in each row, padding included; what is left of a row
-      is a document of padding; rows with fewer documents repeat S;
+      is documents of padding, none longer than the longest other; rows with fewer documents repeat S;
     - ``max_seqlen``: length of the longest document, an int.
 
     R is as many rows as the documents need (no document is left out), unless ``num_rows`` says how many.
@@ -71,7 +71,8 @@ class PackingCollator:
         pad_token: token that stands at padding.
 
     Raises:
-        ValueError: S is no multiple of ``multiple_of``; in a call: a document is longer than S, or documents need more rows.
+        ValueError: S is no multiple of ``multiple_of``; in a call: a document is longer than S or has another number of labels
+            than tokens, or documents need more rows.
     """
 
     def __init__(self, seq_len: int, *, multiple_of: int = 1, num_rows: int | None = None, pad_token: int = 0) -> None:
@@ -96,18 +97,32 @@ class PackingCollator:
                 )
             rows += [[]] * (self.num_rows - len(rows))
         # Few different shapes: a pipeline exchanges the shapes of hidden states anew for each new shape of a batch.
-        num_borders = -(-(max(len(row) for row in rows) + 1) // 8) * 8
+        longest = max(sizes, default=self.seq_len)
+        held = [self._filled([sizes[i] for i in row], longest) for row in rows]
+        num_borders = -(-(max(map(len, held)) + 1) // 8) * 8
         return {
             "tokens": torch.stack([self._row([tokens[i] for i in row], self.pad_token) for row in rows]),
             "labels": torch.stack([self._row([labels[i] for i in row], IGNORE_INDEX) for row in rows]),
-            "cu_seqlens": torch.stack([self._borders([sizes[i] for i in row], num_borders) for row in rows]),
-            "max_seqlen": max(max(sizes, default=1), max(self.seq_len - sum(sizes[i] for i in row) for row in rows)),
+            "cu_seqlens": torch.stack([self._borders(row, num_borders) for row in held]),
+            "max_seqlen": longest,
         }
 
     @staticmethod
     def _labels(document: Tensor | Mapping[str, Tensor], tokens: Tensor) -> Tensor:
         given = document.get("labels") if isinstance(document, Mapping) else None
-        return F.pad(tokens[1:], (0, 1), value=IGNORE_INDEX) if given is None else given
+        if given is None:
+            return F.pad(tokens[1:], (0, 1), value=IGNORE_INDEX)
+        if len(given) != len(tokens):
+            raise ValueError(
+                f"a document has {len(tokens)} tokens and {len(given)} labels: give one each, labels[t] what token t is to "
+                f"predict (-100 for nothing, as at the last)."
+            )
+        return given
+
+    def _filled(self, sizes: list[int], longest: int) -> list[int]:
+        """Lengths of a row's documents, and of those of padding: as one they might be longer than a model takes."""
+        rest = self.seq_len - sum(sizes)
+        return [*sizes, *[longest] * (rest // longest), *([rest % longest] if rest % longest else [])]
 
     def _row(self, parts: list[Tensor], fill: int) -> Tensor:
         row = torch.full((self.seq_len,), fill, dtype=torch.int64)
