@@ -177,13 +177,18 @@ class RaiseAt(Callback):
             raise KeyError("told to")
 
 
-def test_what_an_exception_interrupts_on_all_ranks_is_saved_and_goes_on_with_that_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batches", [1, 2], ids=lambda batches: f"{batches} a step")
+def test_what_an_exception_interrupts_on_all_ranks_is_saved_and_goes_on_after_the_last_step(
+    batches: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"max_epochs": 2, "max_steps": -1, "accumulate_grad_batches": batches}
+
     def run() -> bool:
-        whole = trainer(tmp_path, max_steps=6, enable_checkpointing=False)
+        whole = trainer(tmp_path, enable_checkpointing=False, **options)
         whole.fit(Tiny(), loader())
         with pytest.raises(KeyError, match="told to"):
-            trainer(tmp_path, RaiseAt(), OnExceptionCheckpoint(tmp_path)).fit(Tiny(), loader())
-        again = trainer(tmp_path, max_steps=6, enable_checkpointing=False)
+            trainer(tmp_path, RaiseAt(), OnExceptionCheckpoint(tmp_path), **options).fit(Tiny(), loader())
+        again = trainer(tmp_path, enable_checkpointing=False, **options)
         again.fit(Tiny(), loader(), ckpt_path=tmp_path / "on_exception.ckpt")
         return same(weights(whole), weights(again))
 
@@ -253,6 +258,15 @@ def test_what_fails_in_the_background_is_raised_at_a_step_and_nothing_older_is_r
         assert is_checkpoint(tmp_path / names[0])
 
 
+class SaveOnce(Callback):
+    """Saves after the first step, and removes what is older; no save comes later."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "new.ckpt")
+            trainer.strategy.remove_checkpoint(Path(trainer.default_root_dir) / "old.ckpt")
+
+
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("what", ["write", "remove"])
 def test_what_fails_in_the_background_of_one_rank_is_raised_at_the_same_step_on_all(
@@ -277,8 +291,8 @@ def test_what_fails_in_the_background_of_one_rank_is_raised_at_the_same_step_on_
         BackgroundSaver._run_next, writing.write_data = slow, failing  # type: ignore[method-assign, assignment]
         if what == "remove":
             checkpointing.checkpoints.remove = failing_removal
-        saving = ModelCheckpoint(tmp_path, save_top_k=1, every_n_train_steps=2)
-        one = trainer(tmp_path, saving, strategy={"checkpoint": CheckpointConfig(async_save=True)}, max_steps=2000)
+        strategy = {"checkpoint": CheckpointConfig(async_save=True)}
+        one = trainer(tmp_path, SaveOnce(), strategy=strategy, max_steps=2000, enable_checkpointing=False)
         with pytest.raises(RuntimeError, match="could not be saved in the background") as error:
             one.fit(Tiny(), DataLoader(DATA, batch_size=2, sampler=list(range(16)) * 500))
         return str(error.value), one.global_step
@@ -286,6 +300,7 @@ def test_what_fails_in_the_background_of_one_rank_is_raised_at_the_same_step_on_
     (text, step), other = run_distributed(run, 2)
     assert (text, step) == other
     assert ("No space left" if what == "write" else "Permission denied") in text
+    assert step < 2000  # neither at the next save nor at the end
 
 
 def test_what_fails_in_the_background_of_the_last_save_is_raised_at_the_end(tmp_path: Path) -> None:

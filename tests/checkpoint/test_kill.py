@@ -158,3 +158,32 @@ def test_last_is_whole_after_a_kill_at_any_moment(mode: Any, tmp_path: Path, mon
         assert step >= noted - (1 if mode[0] else 0), f"{folder}: step {noted} was saved, and {step} found in {tree}"
         assert all(any(name in text for text in said) for name in left)
         assert clean
+
+
+def killed_before_the_link(folder: Path, mode: tuple[bool, Any]) -> None:
+    """Train until Lightning has removed ``last.ckpt``, and what it led to is gone, and is about to make it anew."""
+    steps = []
+
+    def audit(event: str, arguments: Any) -> None:
+        if event == "os.symlink" and str(arguments[1]).endswith("/last.ckpt"):
+            steps.append(arguments)
+            if len(steps) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if _rank() == 0:
+        sys.addaudithook(audit)
+    fit(folder, mode, STEPS)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_link_that_was_being_replaced_is_made_by_the_next_start(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lightning_megatron.testing, "_GRACE_SECONDS", 0.5)
+    folder, mode = tmp_path / "a", (asynchronous, "link")
+    with pytest.raises(AssertionError, match="died, exit code -9"):
+        run_distributed(killed_before_the_link, RANKS, folder, mode)
+    assert not os.path.lexists(folder / "last.ckpt")
+    (step, _, _, clean, tree) = run_distributed(resume, 1, [(folder, mode)])[0][0]
+    assert step >= (2 if asynchronous else 3), tree
+    assert clean
