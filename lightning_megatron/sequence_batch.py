@@ -20,7 +20,7 @@ from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.micro_batch import MicroBatches, leaves, open_container
 from lightning_megatron.pipeline.model import PipelineModel
 
-PACKING = ("cu_seqlens", "max_seqlen", "cp_blocks")
+PACKING = ("cu_seqlens", "max_seqlen", "real_lengths", "cp_blocks")
 """Entries of a batch that describe its documents; they stay as they are."""
 _IGNORED_LABEL = -100
 
@@ -47,7 +47,8 @@ class SequenceCut:
     def __call__(self, batch: Any, *, length: int | None = None, padding: Mapping[str, float] | None = None) -> Any:
         """This rank's part of a batch: every tensor ``[B, S, ...]`` becomes ``[B, S/cp, ...]``; the rest stays.
 
-        With ``cu_seqlens`` in the batch (``[B, n + 1]``, or ``[n + 1]`` of a single row) each document is cut on its own.
+        With ``cu_seqlens`` in the batch (``[B, n + 1]``, or ``[n + 1]`` of a single row) each document is cut on its own;
+        ``real_lengths``, of the same shape, then tell how much of the document at each border is no padding.
         A length that does not divide is padded at the end: labels and targets by -100, tokens, positions and masks by 0.
         With ``cp_blocks`` in the batch, pairs ``(ranks, tokens)``, a row is laid end to end of parts of so many tokens, each of
         which so many neighbouring ranks share; no document reaches from one into another.
@@ -65,8 +66,8 @@ class SequenceCut:
             return self._in_block(batch, padding)
         length = sequence_length(batch) if length is None else length
         padded = length + -length % self.multiple if self.size > 1 else length
-        documents = self._documents(batch, padded)
-        self.layout = SequenceLayout(padded, length, self.size, self.rank, *documents)
+        borders, longest, real = self._documents(batch, padded)
+        self.layout = SequenceLayout(padded, length, self.size, self.rank, borders, longest, real_lengths=real)
         if self.size == 1:
             return batch
         return self._cut(batch, length, dict(padding or {}), name=None)
@@ -101,31 +102,31 @@ class SequenceCut:
             borders = batch["cu_seqlens"]
             if borders.device.type == "cpu":
                 _check_blocks(borders, blocks)
-            part["cu_seqlens"] = (borders - place).clamp(0, tokens)
+            part |= {"cu_seqlens": (borders - place).clamp(0, tokens), "real_lengths": batch.get("real_lengths")}
         inner = SequenceCut(ranks, self.rank - first, multiple=2 * ranks, checks=self._checks)
         part = inner(part, length=tokens, padding=padding)
         assert inner.layout is not None
         self.layout = replace(inner.layout, blocks=blocks)
         return part
 
-    def _documents(self, batch: Any, padded: int) -> tuple[Tensor | None, int | None]:
+    def _documents(self, batch: Any, padded: int) -> tuple[Tensor | None, int | None, Tensor | None]:
+        """Borders, the longest and what is real of each document, as a layout takes them."""
         borders = batch.get("cu_seqlens") if isinstance(batch, Mapping) else None
         if borders is None:
-            return None, None
+            return None, None, None
         num_rows = next(leaf.shape[0] for leaf in _named(batch) if leaf is not borders and leaf.dim() > 1)
         borders = end_borders(borders, num_rows, padded)
-        longest = batch.get("max_seqlen")
+        longest, real = batch.get("max_seqlen"), batch.get("real_lengths")
         if longest is not None:
             longest = max(int(longest), padded - sequence_length(batch))  # what is added is a document of padding
         if borders.device.type == "cpu" or self._checks:
             _check_borders(borders, longest)
             self._check_chunks(borders)
-        return borders, longest
+        return borders, longest, None if real is None else _real_lengths(real, borders)
 
     def _check_chunks(self, borders: Tensor) -> None:
         sizes = borders.diff(dim=1)
-        wrong = sizes[sizes % (2 * self.size) != 0] if self.size > 1 else ()
-        if len(wrong):
+        if self.size > 1 and len(wrong := sizes[sizes % (2 * self.size) != 0]):
             raise ValueError(
                 f"a packed document has {int(wrong[0])} tokens, which do not divide by 2 * cp({self.size}) = {2 * self.size}: "
                 f"each document is cut into that many chunks. Pad each to a multiple of {2 * self.size}: "
@@ -285,6 +286,17 @@ def block_of(
             f"and cp={num_ranks}."
         )
     return found
+
+
+def _real_lengths(given: Tensor, borders: Tensor) -> Tensor:
+    """As a layout takes them: int64 ``[B, n]``, of documents that lie on other ranks nothing."""
+    sizes = borders.diff(dim=1)
+    if given.numel() != sizes.numel():
+        raise ValueError(
+            f"real_lengths have shape {tuple(given.shape)}; give the tokens of the document at each border, as cu_seqlens are: "
+            f"{tuple(sizes.shape)}."
+        )
+    return torch.minimum(given.long().view_as(sizes), sizes)
 
 
 def _check_borders(borders: Tensor, longest: int | None) -> None:

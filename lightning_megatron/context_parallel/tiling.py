@@ -3,7 +3,7 @@
 Note [Padding of documents]
 Packed documents end in padding. Only a causal mask keeps it from real tokens; without one, what is real of a document and its
 padding are two blocks. Of any run of its chunks the real tokens come first, and a chunk before one that has any is all real;
-so blocks of real tokens have the diagonals that whole chunks would have.
+so blocks of real tokens have the diagonals that whole chunks would have. Padding sees itself, and some of the other padding.
 """
 
 from __future__ import annotations
@@ -188,6 +188,8 @@ class Tiling:
 
     def _held(self, rank: int) -> Chunks:
         """The chunks of each document on a rank."""
+        if self.layout.size == 1:
+            return ((0, 2),)  # of any length, so not two
         early, late = self._chunks(rank)
         return ((early, 1), (late, 1))
 
@@ -196,7 +198,7 @@ class Tiling:
         return not self.pattern.causal and self.layout.real_lengths is not None
 
     def _parts(self, chunks: Chunks) -> list[Tensor]:
-        """Lengths of the blocks that chunks of each document are: what is real, then padding; see Note [Padding of documents]."""
+        """Lengths of the blocks that chunks of each document are; see Note [Padding of documents]."""
         whole = self._sizes() * _number(chunks) // (2 * self.layout.size)
         if not self._tells_padding:
             return [whole]

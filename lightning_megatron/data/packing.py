@@ -2,8 +2,8 @@
 
 Note [Padded documents]
 Under context parallelism each document is cut into ``2 * cp`` chunks, so its length is padded to a multiple of that. Padding
-stands at a document's end, where causal attention lets no real token see it, and its labels do not count: the loss is that
-of the documents one by one.
+stands at a document's end, where causal attention lets no real token see it; attention without a causal mask tells it apart by
+``real_lengths``. Its labels do not count. So the loss is that of the documents one by one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class PackingCollator:
     - ``tokens``, ``labels``: int64 ``[R, S]``, labels -100 at padding;
     - ``cu_seqlens``: int32 ``[R, n + 1]``, borders of the documents in each row, padding included; what is left of a row
       is documents of padding, none longer than the longest other; rows with fewer documents repeat S;
-    - ``max_seqlen``: length of the longest document, an int.
+    - ``max_seqlen``: length of the longest document, an int;
+    - ``real_lengths``: int32 ``[R, n + 1]``, tokens of the document that begins at each border, without padding.
 
     R is as many rows as the documents need (no document is left out), unless ``num_rows`` says how many.
 
@@ -105,6 +106,7 @@ class PackingCollator:
             "labels": torch.stack([self._row([labels[i] for i in row], IGNORE_INDEX) for row in rows]),
             "cu_seqlens": torch.stack([self._borders(row, num_borders) for row in held]),
             "max_seqlen": longest,
+            "real_lengths": torch.stack([self._real([len(tokens[i]) for i in row], num_borders) for row in rows]),
         }
 
     @staticmethod
@@ -136,6 +138,10 @@ class PackingCollator:
         borders = torch.full((number,), self.seq_len, dtype=torch.int32)
         borders[: len(sizes) + 1] = torch.tensor([0, *sizes]).cumsum(0)
         return borders
+
+    @staticmethod
+    def _real(lengths: list[int], number: int) -> Tensor:
+        return F.pad(torch.tensor(lengths, dtype=torch.int32), (0, number - len(lengths)))
 
 
 class DynamicPackingCollator:
@@ -220,5 +226,6 @@ class DynamicPackingCollator:
             parts.append({**packed, "cu_seqlens": packed["cu_seqlens"] + start})
             blocks.append((block.degree, size))
             start += size
-        row = {name: torch.cat([part[name] for part in parts], dim=1) for name in ("tokens", "labels", "cu_seqlens")}
+        names = ("tokens", "labels", "cu_seqlens", "real_lengths")
+        row = {name: torch.cat([part[name] for part in parts], dim=1) for name in names}
         return {**row, "max_seqlen": max(part["max_seqlen"] for part in parts), "cp_blocks": blocks}

@@ -16,13 +16,28 @@ from lightning_megatron.context_parallel.tiling import Tiling
 CPU = torch.device("cpu")
 S, B = 64, 2
 PACKED = torch.tensor([[0, 8, 8, 32, S], [0, S, S, S, S]])
-ROWS: dict[str, tuple[int, Tensor | None]] = {"whole": (S, None), "padded": (S - 5, None), "packed": (S, PACKED)}
+# Of documents of 8, 0, 24, 32 and 64 tokens: one of a single token, and one that is padding altogether.
+REAL = torch.tensor([[1, 0, 19, 0], [62, 0, 0, 0]])
+ROWS: dict[str, tuple[int, Tensor | None, Tensor | None]] = {
+    "whole": (S, None, None),
+    "padded": (S - 5, None, None),
+    "packed": (S, PACKED, None),
+    "packed, padded": (S, PACKED, REAL),
+}
 WINDOWS = (None, 1, 5, 9, 17, 40, 63, 100)
 
 
 def places(index: Tensor, part: Part) -> Tensor:
     """Natural indexes of a part of the tokens that are at hand, ``[B, n]``."""
     return take(index.expand(B, -1).t(), part).t()
+
+
+def is_real(layout: SequenceLayout) -> Tensor:
+    """Which tokens do not pad a document, ``[B, S]``."""
+    if layout.cu_seqlens is None or layout.real_lengths is None:
+        return torch.ones(B, S, dtype=torch.bool)
+    documents = document_of(layout.cu_seqlens, torch.arange(S)[None])
+    return torch.arange(S) - layout.cu_seqlens.gather(1, documents) < layout.real_lengths.gather(1, documents)
 
 
 def wanted(pattern: Pattern, layout: SequenceLayout) -> Tensor:
@@ -32,6 +47,7 @@ def wanted(pattern: Pattern, layout: SequenceLayout) -> Tensor:
     documents = (tokens >= layout.num_real).long().expand(B, -1)
     if layout.cu_seqlens is not None:
         documents = document_of(layout.cu_seqlens, tokens[None])
+        documents = documents if pattern.causal else 2 * documents + is_real(layout)
     pairs = (documents[:, :, None] == documents[:, None]) | (pattern.causal and layout.cu_seqlens is None)
     pairs = pairs & (distance >= 0) if pattern.causal else pairs
     return pairs if pattern.window is None else pairs & (distance.abs() < pattern.window)
@@ -50,12 +66,12 @@ def count(pairs: Tensor, tile: Tile, q_index: Tensor, k_index: Tensor) -> None:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_tiles_hold_each_pair_once(size: int, causal: bool, rows: str) -> None:
-    num_real, borders = ROWS[rows]
+    num_real, borders, real = ROWS[rows]
     for window in WINDOWS:
         pattern = Pattern(causal, window)
         ring, gathered = (torch.zeros(B, S, S, dtype=torch.int32) for _ in range(2))
         for rank in range(size):
-            layout = SequenceLayout(S, num_real, size, rank, borders)
+            layout = SequenceLayout(S, num_real, size, rank, borders, real_lengths=real)
             tiling, own = Tiling(layout, pattern, CPU), layout.own_index(CPU)
             for source in range(size):
                 for tile in tiling.ring(source):
@@ -63,18 +79,21 @@ def test_tiles_hold_each_pair_once(size: int, causal: bool, rows: str) -> None:
             for tile in tiling.gathered():
                 count(gathered, tile, own, torch.arange(S)[None])
         expected = wanted(pattern, layout).int()
-        assert torch.equal(ring, expected), f"ring, {pattern}"
-        assert torch.equal(gathered, expected), f"gathered, {pattern}"
+        compared = is_real(layout)[:, :, None] | pattern.causal
+        for name, found in (("ring", ring), ("gathered", gathered)):
+            assert torch.equal(found * compared, expected * compared), f"{name}, {pattern}"
+            assert bool((found <= expected).all()), f"{name}, {pattern}: padding sees what is real, or twice"
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_the_first_tile_of_a_query_shows_it_a_key(causal: bool, rows: str) -> None:
     """What is merged begins with a finite log-sum-exp."""
-    num_real, borders = ROWS[rows]
+    num_real, borders, real = ROWS[rows]
     for window in WINDOWS:
         for rank in range(4):
-            tiling = Tiling(SequenceLayout(S, num_real, 4, rank, borders), Pattern(causal, window), CPU)
+            layout = SequenceLayout(S, num_real, 4, rank, borders, real_lengths=real)
+            tiling = Tiling(layout, Pattern(causal, window), CPU)
             met = torch.zeros(B, S // 4, dtype=torch.bool)
             for tile in tiling.ring(rank):
                 q = places(torch.arange(S // 4)[None], tile.q)
