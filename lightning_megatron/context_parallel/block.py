@@ -4,10 +4,6 @@ Note [Tiles of one softmax]
 With ``lse`` the log-sum-exp of a query's scores over all its tiles, the weights of a tile are ``exp(scores - lse)``. So a
 tile's backward needs the final output and ``lse`` only, and no other tile; and outputs of tiles add up, each weighted by
 ``exp(lse_of_tile - lse)`` (Milakov & Gimelshein 2018; Dao et al. 2022, section 3.1).
-
-Note [Windows of flash]
-Flash takes a bound that reaches as far as the longest keys for no bound, and then bounds by the longest keys all the same.
-A block with more queries than keys would lose pairs, so it is given longer "longest keys"; that needs the packed form.
 """
 
 from __future__ import annotations
@@ -20,11 +16,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_megatron.context_parallel.tiles import Lengths, Tile
+from lightning_megatron.context_parallel.flash import FlashCalls, PackageFlash, TorchFlash, flash_backward, flash_forward
+from lightning_megatron.context_parallel.tiles import Tile
 
-Kernel = Literal["auto", "math", "flash", "cudnn"]
+Kernel = Literal["auto", "math", "flash", "flash_attn", "cudnn"]
 # Scores that the plain form holds at once: 2**26 in fp32 are 256 MB.
 _MAX_SCORES = 2**26
+_FLASH: dict[str, FlashCalls] = {"flash": TorchFlash(), "flash_attn": PackageFlash()}
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,9 @@ class BlockAttention:
     Args:
         dropout: probability of dropping an attention weight.
         kernel: ``math`` for plain torch in fp32 or wider; ``flash`` and ``cudnn`` for fused kernels of torch on CUDA, where a
-            tile has a form that they know; ``auto`` for cuDNN on Hopper and later if the tile is worth it, and flash, always
-            under ``torch.use_deterministic_algorithms``: cuDNN's backward sums in another order each time.
+            tile has a form that they know; ``flash_attn`` for the package of that name; ``auto`` for cuDNN on Hopper and later
+            if the tile is worth it, and flash, always under ``torch.use_deterministic_algorithms``: cuDNN's backward sums in
+            another order each time.
     """
 
     dropout: float = 0.0
@@ -57,8 +56,8 @@ class BlockAttention:
         kernel = self._kernel(q, k, tile)
         if kernel == "cudnn":
             return _cudnn_forward(q, k, v, tile, self.dropout)
-        if kernel == "flash":
-            return _flash_forward(q, k, v, tile, self.dropout)
+        if kernel != "math":
+            return flash_forward(q, k, v, tile, dropout=self.dropout, calls=_FLASH[kernel])
         seed = torch.randint(2**31, (), device="cpu") if self.dropout > 0.0 else torch.zeros(())
         return *_math_forward(q, k, v, tile, _Masks(self.dropout, seed, q.device)), (seed,)
 
@@ -81,8 +80,9 @@ class BlockAttention:
         kernel = self._kernel(q, k, tile)
         if kernel == "cudnn":
             return _cudnn_backward(grad, q, k, v, out, lse, tile, self.dropout, random)
-        if kernel == "flash":
-            return _flash_backward(grad, q, k, v, out, lse, tile, self.dropout, random)
+        if kernel != "math":
+            calls = _FLASH[kernel]
+            return flash_backward(grad, (q, k, v), tile, out=out, lse=lse, random=random, dropout=self.dropout, calls=calls)
         return _math_backward(grad, q, k, v, out, lse, tile, _Masks(self.dropout, random[0], q.device))
 
     def _kernel(self, q: Tensor, k: Tensor, tile: Tile) -> Kernel:
@@ -93,7 +93,9 @@ class BlockAttention:
         # Of a causal tile that is not square cuDNN would take another diagonal.
         plain = tile.lengths is None and (tile.form == "full" or (tile.form == "causal" and q.shape[0] == k.shape[0]))
         wanted = self.kernel == "cudnn" or (self.kernel == "auto" and self.dropout == 0.0 and _suits_cudnn(q, k))
-        return "cudnn" if plain and wanted else "flash"
+        if plain and wanted:
+            return "cudnn"
+        return "flash_attn" if self.kernel == "flash_attn" else "flash"
 
 
 def _suits_cudnn(q: Tensor, k: Tensor) -> bool:
@@ -178,89 +180,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-# Fused kernels. They take [B, S, h, d], or packed rows laid end to end, [B * S, h, d].
-
-
-@dataclass(frozen=True)
-class _FlashForm:
-    """A tile as flash takes it. See Note [Windows of flash]."""
-
-    lengths: Lengths | None
-    causal: bool
-    left: int | None
-    right: int | None
-
-    @classmethod
-    def of(cls, tile: Tile, q: Tensor, k: Tensor) -> _FlashForm:
-        lengths, banded = tile.lengths, tile.form == "band"
-        if banded and lengths is None and q.shape[0] > k.shape[0]:
-            rows = torch.arange(q.shape[1] + 1, device=q.device, dtype=torch.int32)
-            lengths = Lengths(rows * q.shape[0], rows * k.shape[0], q.shape[0], q.shape[0])
-        return cls(lengths, tile.form == "causal", tile.left if banded else None, tile.right if banded else None)
-
-    def sizes(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
-        """Borders and longest of queries and keys."""
-        if self.lengths is None:
-            return None, None, q.shape[0], k.shape[0]
-        return self.lengths.cu_q, self.lengths.cu_k, self.lengths.max_q, self.lengths.max_k
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """``[n, B, h, d]`` to ``[B, n, h, d]``, or to ``[B * n, h, d]`` where documents are packed."""
-        rows = tensor.transpose(0, 1)
-        return rows if self.lengths is None else rows.flatten(0, 1)
-
-    def back(self, rows: Tensor, like: Tensor) -> Tensor:
-        """The inverse of ``rows``."""
-        return rows.reshape(like.shape[1], like.shape[0], *rows.shape[-2:]).transpose(0, 1)
-
-
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, dropout: float) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    form = _FlashForm.of(tile, q, k)
-    out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-        form.rows(q),
-        form.rows(k),
-        form.rows(v),
-        *form.sizes(q, k),
-        dropout,
-        form.causal,
-        False,
-        window_size_left=form.left,
-        window_size_right=form.right,
-    )
-    # [B, h, n], or [h, B * n] where packed; +inf stands for a query without keys.
-    rows = lse.permute(2, 0, 1) if form.lengths is None else lse.unflatten(1, (q.shape[1], -1)).permute(2, 1, 0)
-    return form.back(out, q).float(), rows.masked_fill(rows == float("inf"), float("-inf")), (state, unused)
-
-
-def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tile: Tile,
-    dropout: float,
-    random: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
-    form = _FlashForm.of(tile, q, k)
-    rows = lse.permute(1, 2, 0) if form.lengths is None else lse.permute(2, 1, 0).flatten(1)
-    grads = torch.ops.aten._flash_attention_backward(
-        form.rows(grad).contiguous(),
-        form.rows(q),
-        form.rows(k),
-        form.rows(v),
-        form.rows(out).contiguous(),
-        rows.contiguous(),
-        *form.sizes(q, k),
-        dropout,
-        form.causal,
-        random[0],
-        random[1],
-        window_size_left=form.left,
-        window_size_right=form.right,
-    )
-    return form.back(grads[0], q), form.back(grads[1], k), form.back(grads[2], v)
+# cuDNN's kernels take [B, h, S, d].
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, dropout: float) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from lightning_megatron.context_parallel.block import Kernel
+from lightning_megatron.context_parallel.flash import flash_attn_interface
 from lightning_megatron.layers.backend import Backend
 from lightning_megatron.layers.te_backend import Fp8Options, TeBackend, why_unavailable
 from lightning_megatron.layers.torch_backend import TorchBackend
@@ -40,6 +42,7 @@ def choose_backend(
     dtype: torch.dtype,
     fp8: Fp8Options | None = None,
     compiles: bool = False,
+    attention_kernel: Kernel = "auto",
 ) -> Backend:
     """The backend of that name. Loads Transformer Engine if it may be used.
 
@@ -51,6 +54,7 @@ def choose_backend(
         dtype: of its parameters.
         fp8: what to multiply in 8 bits; needs Transformer Engine.
         compiles: let ``torch.compile`` fuse what this project has no kernels for.
+        attention_kernel: whose attention in 16 bits, see ``BlockAttention``.
 
     Raises:
         ValueError: what was asked for cannot be had here; the message says why.
@@ -58,8 +62,10 @@ def choose_backend(
     asker = f"fp8={fp8.recipe!r}" if fp8 is not None else f"backend={name!r}"
     if fp8 is not None and name == "torch":
         raise ValueError(f"{asker} needs Transformer Engine, but backend='torch'; set backend='te' or 'auto', or fp8=None.")
+    _check_attention(attention_kernel, device, dtype, fp8)
+    chosen: dict[str, Any] = {"compiles": compiles, "attention_kernel": attention_kernel}
     if name != "te" and fp8 is None:
-        return TorchBackend(compiles=compiles)
+        return TorchBackend(**chosen)
     reason = _why_not(device, dtype)
     if reason is not None:
         raise ValueError(f"{asker} needs Transformer Engine: {reason}. Use backend='torch' and fp8=None without it.")
@@ -67,7 +73,29 @@ def choose_backend(
         fp8.check_chip(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
     from lightning_megatron.layers.te_backend.te_operations import TeOperations
 
-    return TeBackend(TeOperations(fp8, device=device), fp8, compiles=compiles)
+    return TeBackend(TeOperations(fp8, device=device), fp8, **chosen)
+
+
+def _check_attention(kernel: Kernel, device: torch.device, dtype: torch.dtype, fp8: Fp8Options | None) -> None:
+    """Refuse a kernel that cannot run here.
+
+    Raises:
+        ValueError: why, and what to take instead.
+    """
+    if kernel in ("auto", "math"):
+        return
+    reason = ""
+    if fp8 is not None and fp8.attention:
+        reason = "is for attention in 16 bits, but fp8_attention=True; leave out one of them"
+    elif device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        reason = f"is for 16 bits on a GPU, but the model is {dtype} on {device.type}; use 'auto'"
+    elif kernel == "flash_attn":
+        try:
+            flash_attn_interface()
+        except ImportError as error:
+            reason = f"needs the package flash-attn, which cannot be imported ({error}); install it, or use 'auto'"
+    if reason:
+        raise ValueError(f"attention_kernel={kernel!r} {reason}.")
 
 
 def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_megatron.context_parallel.block import Kernel
+from lightning_megatron.context_parallel.flash import flash_attn_interface
 from lightning_megatron.kernels import runs_on
 from lightning_megatron.layers.backend import Activation, NormSpec
 from lightning_megatron.layers.core_attention import CoreAttention
@@ -31,10 +33,11 @@ class TorchBackend:
 
     Args:
         compiles: let ``torch.compile`` fuse what this project has no kernels for: see ``layers/compiled.py``.
+        attention_kernel: see ``BlockAttention``.
     """
 
-    def __init__(self, *, compiles: bool = False) -> None:
-        self.compiles = compiles
+    def __init__(self, *, compiles: bool = False, attention_kernel: Kernel = "auto") -> None:
+        self.compiles, self.attention_kernel = compiles, attention_kernel
 
     def for_layer(self, index: int, num_layers: int) -> TorchBackend:
         """See ``Backend.for_layer``."""
@@ -80,7 +83,8 @@ class TorchBackend:
 
     def core_attention(self, *, dropout: float, mesh: Mesh) -> nn.Module:
         """See ``Backend.core_attention``."""
-        return CoreAttention(CausalAttention(dropout=dropout, mesh=mesh), dropout=dropout, mesh=mesh)
+        plain = CausalAttention(dropout=dropout, mesh=mesh, kernel=self.attention_kernel)
+        return CoreAttention(plain, dropout=dropout, mesh=mesh, kernel=self.attention_kernel)
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See ``Backend.rotate``."""
@@ -118,27 +122,34 @@ class CausalAttention(nn.Module):
     Args:
         dropout: probability of dropping an attention weight in training. The masks of tp ranks differ: their heads do.
         mesh: names the tp axis.
+        kernel: see ``BlockAttention``.
     """
 
-    def __init__(self, *, dropout: float, mesh: Mesh) -> None:
+    def __init__(self, *, dropout: float, mesh: Mesh, kernel: Kernel = "auto") -> None:
         super().__init__()
-        self.dropout, self._tp = dropout, mesh.tp
+        self.dropout, self.kernel, self._tp = dropout, kernel, mesh.tp
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Queries ``[S, B, h, d]``, keys and values ``[S, B, g, d]`` with g dividing h, to ``[S, B, h * d]``."""
         if self.training and self.dropout > 0.0:
             with shard_rng(self._tp, q.device):
-                attended = _sdpa(q, k, v, self.dropout)
-        else:
-            attended = _sdpa(q, k, v, 0.0)
-        return attended.permute(2, 0, 1, 3).flatten(2)
+                return self._attend(q, k, v, self.dropout)
+        return self._attend(q, k, v, 0.0)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        if self.kernel != "flash_attn":
+            return _sdpa(q, k, v, dropout, self.kernel).permute(2, 0, 1, 3).flatten(2)
+        rows = (tensor.transpose(0, 1) for tensor in (q, k, v))
+        attend, is_ordered = flash_attn_interface().flash_attn_func, torch.are_deterministic_algorithms_enabled()
+        attended: Tensor = attend(*rows, dropout_p=dropout, causal=True, deterministic=is_ordered)
+        return attended.transpose(0, 1).flatten(2)
 
     def extra_repr(self) -> str:
         """Shown by ``print(model)``."""
-        return f"dropout={self.dropout}"
+        return f"dropout={self.dropout}, kernel={self.kernel}"
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float, kernel: Kernel) -> Tensor:
     """``[S, B, h, d] -> [B, h, S, d]``."""
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
     grouped = q.shape[1] != k.shape[1]  # the flag alone takes some kernels out of torch's choice
@@ -146,10 +157,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         # torch's kernels for wider types take no groups: it would hold the whole [S, S] of scores instead.
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         grouped = False
-    with _fastest(q, dropout):
+    with _fastest(q, dropout) if kernel == "auto" else sdpa_kernel(_BY_NAME[kernel]):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
 
 
+_BY_NAME = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 # Below this many tokens, or at odd lengths, torch's own choice is as good, and cuDNN would plan anew for each length.
 _CUDNN_TOKENS, _CUDNN_MULTIPLE = 1024, 128
 

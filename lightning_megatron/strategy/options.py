@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveragi
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_megatron.context_parallel.block import Kernel
 from lightning_megatron.layers.backend import Backend
 from lightning_megatron.layers.choice import BackendName
 from lightning_megatron.layers.recompute import Recompute
@@ -72,14 +73,16 @@ def check_options(
         _check_schedule(schedule, placement, num_microbatches, f"num_microbatches={num_microbatches}")
 
 
-def refuse_later(*, backend: str, plan: object) -> None:
-    """Refuse options whose capability is yet to come, unless they are neutral.
+def refuse_names(*, backend: str, attention_kernel: str, plan: object) -> None:
+    """Refuse names that are unknown, and options whose capability is yet to come, unless they are neutral.
 
     Raises:
         ValueError: naming the option.
     """
     if backend not in get_args(BackendName):
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(get_args(BackendName))}.")
+    if attention_kernel not in get_args(Kernel):
+        raise ValueError(f"attention_kernel={attention_kernel!r} is unknown; use one of {', '.join(get_args(Kernel))}.")
     if plan is not None:
         raise ValueError(
             "plan=... is not there yet in this version: modules of plain nn.Linear layers stay whole on each tensor-parallel "

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.comm import all_reduce
+from lightning_megatron.context_parallel.block import Kernel
 from lightning_megatron.kernels.products import products_of, set_products
 from lightning_megatron.layers.backend import Backend
 from lightning_megatron.layers.choice import BackendName, choose_backend, use_backend
@@ -78,6 +79,8 @@ class MegatronStrategy(SteppingStrategy):
         order: axes over ranks, the fastest first.
         backend: what our models' layers are built of: ``te`` for Transformer Engine, ``torch`` for plain torch with this
             project's kernels, ``auto`` for Transformer Engine with FP8 and plain torch without. See docs/precision.md.
+        attention_kernel: whose attention in 16 bits: ``cudnn``, ``flash`` (torch's), ``flash_attn`` (the package), ``math``, or
+            ``auto`` for the fastest of torch's.
         plan: how to cut a model of plain ``nn.Linear`` layers. Only ``None`` in this version.
         recompute: activations that the backward computes again: ``full`` (each layer), ``selective`` (norms and activations
             of feed-forward blocks), a list of names (``norm``, ``mlp_act``, ``attention_core``, ``mlp``, ``layer``, patterns
@@ -124,6 +127,7 @@ class MegatronStrategy(SteppingStrategy):
         pipeline_layout: list[int] | str | None = None,
         order: str = DEFAULT_ORDER,
         backend: BackendName = "auto",
+        attention_kernel: Kernel = "auto",
         plan: dict[str, str] | None = None,
         recompute: str | list[str] | Recompute | None = None,
         offload_activations: bool = False,
@@ -140,7 +144,8 @@ class MegatronStrategy(SteppingStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self._take_model_options(backend, plan, compiles=compile_pointwise, tunes=tune_products)
+        layers: dict[str, Any] = {"name": backend, "compiles": compile_pointwise, "attention_kernel": attention_kernel}
+        self._take_model_options(layers, plan, tunes=tune_products)
         self._schedule = frozen(schedule)
         sizes: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "vpp": vpp, "ep": ep, "etp": etp}
         sequence: dict[str, Any] = {"sequence_parallel": sequence_parallel, "tp_overlap": tp_overlap}
@@ -161,13 +166,10 @@ class MegatronStrategy(SteppingStrategy):
         self._take_batch_options(micro_batch_size, num_microbatches, shard_batch=shard_batch)
         self._take_training_options(optimizer, checkpoint, gc_interval_steps=gc_interval_steps)
 
-    def _take_model_options(
-        self, backend: BackendName, plan: dict[str, str] | None, *, compiles: bool, tunes: bool | str
-    ) -> None:
+    def _take_model_options(self, layers: dict[str, Any], plan: dict[str, str] | None, *, tunes: bool | str) -> None:
         """What layers are built of and multiply by."""
-        options.refuse_later(backend=backend, plan=plan)
-        self._tune_products = tunes
-        self._wanted_backend: dict[str, Any] = {"name": backend, "compiles": compiles}
+        options.refuse_names(backend=layers["name"], attention_kernel=layers["attention_kernel"], plan=plan)
+        self._tune_products, self._wanted_backend = tunes, layers
         self._backend: Backend | None = None
 
     def _take_batch_options(

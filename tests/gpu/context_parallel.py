@@ -52,6 +52,11 @@ RAN: list[str] = []
 KERNELS: set[tuple[str, str]] = set()
 """Forms of tiles and the kernels that computed them, since the last comparison."""
 HEADS, KV_HEADS, SIZE, ROWS, LENGTH = 8, 2, 64, 2, 1024
+FUSED = ["flash", "cudnn"]
+with contextlib.suppress(ImportError, OSError):
+    import flash_attn  # noqa: F401
+
+    FUSED.append("flash_attn")
 BORDERS = [[0, 256, 256, 640, LENGTH], [0, LENGTH, LENGTH, LENGTH, LENGTH]]
 # Windows shorter than a chunk of 4 ranks (128 tokens), longer, and about as long as a document.
 WINDOWS = {"causal": Pattern(), "full": Pattern(causal=False), "window 100": Pattern(window=100)}
@@ -157,7 +162,7 @@ def check_tiles() -> None:
         for size in (1, 2, 4):
             layout = SequenceLayout(LENGTH, num_real, size, 0, borders)
             for way, run in (("ring", ring_of_all), ("gathered", gathered_of_all)):
-                for kernel in ("math", "flash", "cudnn"):
+                for kernel in ("math", *FUSED):
                     title = f"{way} cp{size} {name} {kernel}"
                     given = wide if kernel == "math" else narrow
                     tolerance = 2e-4 if kernel == "math" else 2e-2
@@ -188,7 +193,7 @@ def check_speed() -> None:
     tensors = [torch.randn(8192, 1, n, 128, device=device, dtype=torch.bfloat16) for n in (32, 8, 8, 32)]
     for name, source in (("own", 1), ("earlier", 0), ("later", 2)):
         (tile,) = Tiling(layout, Pattern(), device).ring(source)
-        for kernel in ("flash", "cudnn"):
+        for kernel in FUSED:
             case(f"speed {name} {kernel}", lambda: time_tile(f"speed {name} {kernel}", tensors, tile, block_of(kernel)))  # noqa: B023
 
 

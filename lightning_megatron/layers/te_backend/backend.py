@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from lightning_megatron.context_parallel.block import Kernel
 from lightning_megatron.layers.backend import Activation, NormSpec
 from lightning_megatron.layers.te_backend.attention import NarrowCoreAttention
 from lightning_megatron.layers.te_backend.modules import (
@@ -36,18 +37,25 @@ class TeBackend(TorchBackend):
     Args:
         operations: of the library (``TeOperations``), or in plain torch (``PlainOperations``).
         options: what is multiplied in 8 bits; ``None`` for nothing.
-        compiles: see ``TorchBackend``.
+        compiles, attention_kernel: see ``TorchBackend``.
     """
 
-    def __init__(self, operations: Operations, options: Fp8Options | None = None, *, compiles: bool = False) -> None:
-        super().__init__(compiles=compiles)
+    def __init__(
+        self,
+        operations: Operations,
+        options: Fp8Options | None = None,
+        *,
+        compiles: bool = False,
+        attention_kernel: Kernel = "auto",
+    ) -> None:
+        super().__init__(compiles=compiles, attention_kernel=attention_kernel)
         self._operations, self._options = operations, options
         self.scales = Scales(options) if options is not None else None
 
     def for_layer(self, index: int, num_layers: int) -> TorchBackend:
         """See ``Backend.for_layer``: the torch backend for layers that stay in 16 bits."""
         if self._options is not None and self._options.is_layer_in_bf16(index, num_layers):
-            return TorchBackend(compiles=self.compiles)
+            return TorchBackend(compiles=self.compiles, attention_kernel=self.attention_kernel)
         return self
 
     def norm_column_linear(
