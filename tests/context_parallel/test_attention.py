@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.context_parallel import block
+from lightning_megatron.context_parallel import attention, block, exchange, ring
 from lightning_megatron.context_parallel.attention import ContextParallelAttention, check_exchanged_heads
 from lightning_megatron.context_parallel.block import BlockAttention
 from lightning_megatron.context_parallel.layout import SequenceLayout
@@ -170,6 +171,94 @@ def test_dropout_gradients_are_those_of_the_masks_that_were_drawn() -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(8, 1, heads, 2, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     assert torch.autograd.gradcheck(function, tensors)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed"])
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+def test_dropout_gradients_over_ranks_are_those_of_the_masks_that_were_drawn(comm: str, packed: bool) -> None:
+    """By differences along one direction of all queries, keys and values."""
+    tensors = inputs(kv_heads=2)
+    directions = [torch.randn(t.shape, generator=torch.Generator().manual_seed(4), dtype=t.dtype) for t in tensors[:3]]
+
+    def run() -> Tensor:
+        mesh = Mesh.create(Parallelism(cp=4, cp_comm=comm), device=CPU)  # type: ignore[arg-type]
+        layout = SequenceLayout(S, S, 4, mesh.cp.rank, PACKED if packed else None)
+        *own, weights = (take(tensor, layout.own_index(CPU)) for tensor in tensors)
+        along = [take(tensor, layout.own_index(CPU)) for tensor in directions]
+        attention = ContextParallelAttention.of(mesh, BlockAttention(dropout=0.4))
+
+        def total(inputs: list[Tensor]) -> Tensor:
+            torch.manual_seed(mesh.cp.rank)
+            return (attention(*inputs, layout=layout, pattern=Pattern()) * weights).sum()
+
+        given = [tensor.clone().requires_grad_() for tensor in own]
+        grads = torch.autograd.grad(total(given), given)
+        slope = torch.stack([(grad * step).sum() for grad, step in zip(grads, along, strict=True)]).sum()
+        sides = [total([tensor + sign * 1e-6 * step for tensor, step in zip(own, along, strict=True)]) for sign in (1, -1)]
+        both = torch.stack([slope, (sides[0] - sides[1]) / 2e-6])
+        dist.all_reduce(both)
+        return both
+
+    slope, difference = run_distributed(run, 4)[0]
+    torch.testing.assert_close(slope, difference, rtol=1e-6, atol=1e-6)
+
+
+SENT = {"p2p": ["send 4"] * 3, "all_gather": ["gather 4"], "a2a": ["exchange 4"] * 2}
+SENT["a2a+p2p"] = ["exchange 2", "send 2", "exchange 2"]
+
+
+@pytest.mark.parametrize("comm", SENT)
+def test_each_way_of_communicating_sends_what_it_says(comm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    for module, name, title in (
+        (ring, "RingTransfer", "send"),
+        (exchange, "_all_to_all", "exchange"),
+        (attention, "all_gather_from", "gather"),
+    ):
+        own = getattr(module, name)
+        record = lambda tensor, axis, *rest, own=own, title=title: (  # noqa: E731
+            sent.append(f"{title} {axis.size}") or own(tensor, axis, *rest)
+        )
+        monkeypatch.setattr(module, name, record)
+
+    def run() -> list[str]:
+        mesh = Mesh.create(Parallelism(cp=4, cp_comm=comm), device=CPU)  # type: ignore[arg-type]
+        layout = SequenceLayout(S, S, 4, mesh.cp.rank)
+        q, k, v = (take(tensor, layout.own_index(CPU)) for tensor in inputs(kv_heads=4)[:3])
+        ContextParallelAttention.of(mesh, BlockAttention())(q, k, v, layout=layout, pattern=Pattern())
+        return sent
+
+    assert run_distributed(run, 4) == [SENT[comm]] * 4
+
+
+def test_a_ring_computes_while_keys_values_and_their_gradients_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers that have been started and not waited for, at each tile: keys and values, and in the backward gradients too."""
+    under_way: list[int] = []
+    seen: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    class Counted(exchange.RingTransfer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            under_way.append(1)
+
+        def wait(self) -> Tensor:
+            under_way.pop()
+            return super().wait()
+
+    monkeypatch.setattr(ring, "RingTransfer", Counted)
+    for name in seen:
+        own = getattr(BlockAttention, name)
+        record = lambda *args, own=own, name=name, **named: seen[name].append(len(under_way)) or own(*args, **named)  # noqa: E731
+        monkeypatch.setattr(BlockAttention, name, record)
+
+    def run() -> dict[str, list[int]]:
+        mesh = Mesh.create(Parallelism(cp=4), device=CPU)
+        layout = SequenceLayout(S, S, 4, mesh.cp.rank)
+        q, k, v = (take(tensor, layout.own_index(CPU)).requires_grad_() for tensor in inputs(kv_heads=2)[:3])
+        ContextParallelAttention.of(mesh, BlockAttention())(q, k, v, layout=layout, pattern=Pattern()).sum().backward()
+        return seen
+
+    assert run_distributed(run, 4) == [{"forward": [1, 1, 1, 0], "backward": [1, 2, 2, 1]}] * 4
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import random
 from itertools import pairwise
 
 import pytest
+import torch
 
 from lightning_megatron.context_parallel.balance import attention_pairs, imbalance, plain_pairs, zigzag_pairs
 from lightning_megatron.context_parallel.dynamic import Cost, degrees, plan_step, simulate_step, waves
+from lightning_megatron.context_parallel.layout import SequenceLayout
 from lightning_megatron.data.packing import first_fit_decreasing
 from lightning_megatron.models import GPTConfig
 
@@ -48,6 +50,18 @@ def test_over_a_thousand_random_packs_the_slowest_rank_is_within_five_percent_of
             documents = [padded[i] for i in row]
             pairs = zigzag_pairs([*documents, seq_len - sum(documents)], cp)
             assert imbalance(pairs) <= 0.05
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_pairs_that_are_counted_are_those_of_the_tokens_that_ranks_hold(window: int | None) -> None:
+    for documents, cp in (([64], 2), ([8, 24, 16, 0, 80], 4), ([12, 36], 6)):
+        borders = torch.tensor([0, *documents]).cumsum(0)[None]
+        length, counted = sum(documents), []
+        for rank in range(cp):
+            layout = SequenceLayout(length, length, cp, rank, borders)
+            seen = layout.positions(layout.own_index(torch.device("cpu"))) + 1
+            counted.append(int(seen.clamp(max=window or length).sum()))
+        assert counted == zigzag_pairs(documents, cp, window=window)
 
 
 def random_lengths(generator: random.Random) -> list[int]:
