@@ -1,7 +1,8 @@
-"""In the layout that saved it, a tensor-parallel run with dropout goes on bit for bit."""
+"""In the layout that saved it, a tensor- or context-parallel run with dropout goes on bit for bit."""
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron import DistributedOptimizerConfig, MegatronStrategy
 from lightning_megatron.models import GPT, GPTConfig
@@ -35,22 +36,31 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 with sequence parallelism": (2, {"tp": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2}),
     "tp2 dp2": (4, {"tp": 2}),
+    "cp2": (2, {"cp": 2}),
 }
 BATCHES = 4
 TOKENS = torch.randint(19, (BATCHES * 4, 9), generator=torch.Generator().manual_seed(3))
+
+
+class Sequences(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return len(TOKENS)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"tokens": TOKENS[index, :-1], "labels": TOKENS[index, 1:]}
 
 
 class Module(L.LightningModule):
     def configure_model(self) -> None:
         self.model = GPT(CONFIG)
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         # A draw from the default generator, which all ranks of a replica must go on alike.
-        weights = torch.rand(8, device=batch[0].device)
-        return (self.model(batch[0][:, :-1], labels=batch[0][:, 1:]) * weights).mean()
+        weights = torch.rand(batch["tokens"].shape[1], device=batch["tokens"].device)
+        return (self.model(batch["tokens"], labels=batch["labels"]) * weights).mean()
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.model(batch[0][:, :-1], labels=batch[0][:, 1:]).mean())
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.model(batch["tokens"], labels=batch["labels"]).mean())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
@@ -78,7 +88,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mid-accumulation": ("on_train_batch_end", 5, {"accumulate_grad_batches": 3}),
     "after validation": ("on_validation_end", 2, {"val_check_interval": 2}),
 }
-FEWER = {"tp2 pp2": {"mid-accumulation"}, "tp2 dp2": {"mid-epoch"}}
+FEWER = {"tp2 pp2": {"mid-accumulation"}, "tp2 dp2": {"mid-epoch"}, "cp2": {"mid-accumulation"}}
 OPTIMIZERS = {
     "fp32": ({}, "32-true"),
     "bf16 with remainders": ({"main_param": "remainder"}, "bf16-mixed"),
@@ -102,15 +112,14 @@ def fit(layout: dict[str, Any], seed: int, kept: str, *callbacks: Callback, ckpt
         num_sanity_val_steps=0,
         **options,
     )
-    replicas = torch.distributed.get_world_size() // layout.get("tp", 1) // layout.get("pp", 1)
-    data = TensorDataset(TOKENS)
-    training = DataLoader(data, batch_size=4 // replicas, shuffle=True)
-    trainer.fit(Module(), training, DataLoader(data, batch_size=4), ckpt_path=ckpt_path)
+    replicas = torch.distributed.get_world_size() // prod(layout.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    training = DataLoader(Sequences(), batch_size=4 // replicas, shuffle=True)
+    trainer.fit(Module(), training, DataLoader(Sequences(), batch_size=4), ckpt_path=ckpt_path)
     return trainer.strategy.full_state_dict()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_resumed_tensor_parallel_run_with_dropout_equals_the_uninterrupted_one_bitwise(layout: str, tmp_path: Path) -> None:
+def test_a_resumed_parallel_run_with_dropout_equals_the_uninterrupted_one_bitwise(layout: str, tmp_path: Path) -> None:
     world_size, parallelism = LAYOUTS[layout]
 
     def run() -> dict[str, list[str]]:
