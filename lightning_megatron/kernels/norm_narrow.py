@@ -9,11 +9,12 @@ from torch import Tensor
 
 from lightning_megatron.kernels.narrow import Factor, Narrow, Tile, _factor, _pair, _rounded, _store_across, narrowed
 
-TILE = Tile(32, 1024, 8)
+# Two programs a multiprocessor by their registers, so that the 256 of 8192 tokens run at once.
+ADDING, ALONE = Tile(32, 256, 8), Tile(32, 512, 8)
 
 
 def add_rms_norm_narrow(
-    hidden: Tensor, added: Tensor | None, gain: Tensor, factor: Factor, *, eps: float, tile: Tile = TILE
+    hidden: Tensor, added: Tensor | None, gain: Tensor, factor: Factor, *, eps: float, tile: Tile | None = None
 ) -> tuple[Tensor, Narrow, Tensor]:
     """``x = hidden + added``, its RMSNorm in e4m3, and ``1 / rms(x)`` in fp32: ``[N, H] -> [N, H]``, ``[N, H]``, ``[N]``.
 
@@ -23,9 +24,10 @@ def add_rms_norm_narrow(
         gain: ``[H]``.
         factor: what to multiply the norm by.
         eps: added to the mean square.
-        tile: what one program works on.
+        tile: what one program works on; by default what suits.
     """
     num, size = hidden.shape
+    tile = tile or (ALONE if added is None else ADDING)
     summed = hidden if added is None else torch.empty_like(hidden)
     scales = hidden.new_empty(num, dtype=torch.float32)
 
@@ -43,20 +45,21 @@ def add_rms_norm_narrow(
 
 
 @triton.jit
-def _add_and_measure(hidden, added, summed, scales, words, size, eps, ADDS: tl.constexpr, FEATURES: tl.constexpr):
-    # Writes the sums of four tokens a word, and 1 / rms of each.
-    for place in tl.static_range(4):
-        tokens = words * 4 + place
-        squares = tl.zeros((words.shape[0], FEATURES), dtype=tl.float32)
-        for start in tl.range(0, size, FEATURES):
-            places = tokens[:, None] * size + (start + tl.arange(0, FEATURES))[None, :]
-            stored = tl.load(hidden + places)
-            if ADDS:
-                stored = (stored.to(tl.float32) + tl.load(added + places).to(tl.float32)).to(stored.dtype)
-                tl.store(summed + places, stored)
-            x = stored.to(tl.float32)
-            squares += x * x
-        tl.store(scales + tokens, 1.0 / tl.sqrt(tl.sum(squares, axis=1) / size + eps))
+def _add_and_measure(
+    hidden, added, summed, scales, size, eps, ADDS: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr
+):
+    # Writes the sums of a program's tokens, and 1 / rms of each. All of its tokens' loads are under way at once.
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    squares = tl.zeros((TOKENS, FEATURES), dtype=tl.float32)
+    for start in tl.range(0, size, FEATURES):
+        places = tokens[:, None] * size + (start + tl.arange(0, FEATURES))[None, :]
+        stored = tl.load(hidden + places)
+        if ADDS:
+            stored = (stored.to(tl.float32) + tl.load(added + places).to(tl.float32)).to(stored.dtype)
+            tl.store(summed + places, stored)
+        x = stored.to(tl.float32)
+        squares += x * x
+    tl.store(scales + tokens, 1.0 / tl.sqrt(tl.sum(squares, axis=1) / size + eps))
 
 
 @triton.jit
@@ -84,7 +87,7 @@ def _add_rms_norm_narrow(
     if is_needed:
         words = tl.program_id(0).to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
         if MODE != 2:
-            _add_and_measure(hidden, added, summed, scales, words, size, eps, ADDS, FEATURES)
+            _add_and_measure(hidden, added, summed, scales, size, eps, ADDS, TOKENS, FEATURES)
             tl.debug_barrier()  # sums and scales are read again by other threads than wrote them
         largest = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.float32)
         for start in tl.range(0, size, FEATURES):
