@@ -1,9 +1,8 @@
-"""Checkpoints through the stock Trainer: last, best, links, weights only, exceptions, requeueing, background saves."""
+"""Checkpoints through the stock Trainer: last, best, links, weights only, exceptions, background saves."""
 
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -193,47 +191,6 @@ def test_what_an_exception_interrupts_on_all_ranks_is_saved_and_goes_on_after_th
         return same(weights(whole), weights(again))
 
     assert run_distributed(run, 2) == [True, True]
-
-
-class Signalled(Callback):
-    """SLURM's signal, which only one rank has got so far."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1 and torch.distributed.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def test_a_slurm_job_is_saved_between_batches_requeued_and_goes_on_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpointing, "requeue", lambda: (tmp_path / "requeued").write_text("yes"))
-    for name, value in {
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NAME": "train",
-    }.items():
-        monkeypatch.setenv(name, value)
-
-    def run() -> Any:
-        rank = torch.distributed.get_rank()
-        os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NODEID="0")
-        options = {"plugins": [SLURMEnvironment(requeue_signal=signal.SIGUSR1)], "enable_checkpointing": False}
-        first = trainer(tmp_path, Signalled(), **options)
-        first.fit(Tiny(), loader())
-        steps = []
-
-        class Started(Callback):
-            def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-                steps.append(trainer.global_step)
-
-        again = trainer(tmp_path, Started(), **options)
-        again.fit(Tiny(), loader())
-        return same(weights(first), weights(again)), steps, signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-
-    assert run_distributed(run, 2) == [(True, [2], True)] * 2
-    assert is_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
-    assert (tmp_path / "requeued").exists()
 
 
 def test_what_fails_in_the_background_is_raised_at_a_step_and_nothing_older_is_removed(tmp_path: Path) -> None:
