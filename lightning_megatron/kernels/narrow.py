@@ -39,16 +39,25 @@ _LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program works on."""
+    """What one program works on, and in which order they start.
+
+    Args:
+        tokens, features: of a program.
+        warps: of a program.
+        in_strips: programs of the same 128 tokens start one after the other, so that rows are read from end to end and what
+            is written across fills lines of 128 bytes; otherwise those of the same features.
+    """
 
     tokens: int
     features: int
     warps: int
+    in_strips: bool = True
 
-    def grid(self, num: int, size: int, mode: int) -> tuple[int, int]:
+    def grid(self, num: int, size: int, mode: int) -> tuple[int, int, int]:
         """How many programs there are for ``[num, size]``; fewer of those that check, which mostly leave at once."""
-        columns = size // self.features
-        return num // self.tokens, min(columns, _CHECKING) if mode == CHECK else columns
+        blocks, columns = num // self.tokens, size // self.features
+        beside = _MULTIPLE // self.tokens if self.in_strips else blocks
+        return beside, min(columns, _CHECKING) if mode == CHECK else columns, blocks // beside
 
 
 ROUND = Tile(64, 128, 8)
@@ -170,7 +179,7 @@ def narrowed(
 def _factor(inverse, scale, amax, MODE: tl.constexpr, LIMIT: tl.constexpr):
     # The factor, and whether anything is to be written. See Note [Guessed factors]: who guesses notes by what, who checks
     # notes what it should have been.
-    is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+    is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0)
     is_needed = True
     if MODE == 2:
         factor = LIMIT / tl.load(amax)
@@ -188,6 +197,13 @@ def _factor(inverse, scale, amax, MODE: tl.constexpr, LIMIT: tl.constexpr):
             if is_first:
                 tl.store(inverse + 1, factor)
     return factor, is_needed
+
+
+@triton.jit
+def _words(TOKENS: tl.constexpr):
+    # The words of four tokens that are this program's. See ``Tile.grid``.
+    block = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    return block.to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
 
 
 @triton.jit
@@ -241,7 +257,7 @@ def _round_tile(
     FEATURES: tl.constexpr,
 ):
     # Rounds, and returns the largest magnitude. See Note [Four tokens in a word].
-    words = tl.program_id(0).to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+    words = _words(TOKENS)
     features = column * FEATURES + tl.arange(0, FEATURES)
     largest = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.float32)
     packed = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.int32)

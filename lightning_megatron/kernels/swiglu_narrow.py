@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_megatron.kernels.narrow import Factor, Narrow, Tile, _factor, _pair, _rounded, _store_across, narrowed
+from lightning_megatron.kernels.narrow import Factor, Narrow, Tile, _factor, _pair, _rounded, _store_across, _words, narrowed
 
 FORWARD, BACKWARD = Tile(64, 128, 8), Tile(64, 128, 8)
 
@@ -71,7 +71,7 @@ def _swiglu_tile(
     FEATURES: tl.constexpr,
 ):
     # Rounds, and returns the largest magnitude. See Note [Four tokens in a word].
-    words = tl.program_id(0).to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+    words = _words(TOKENS)
     features = column * FEATURES + tl.arange(0, FEATURES)
     largest = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.float32)
     packed = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.int32)
@@ -137,7 +137,7 @@ def _swiglu_backward_tile(
     FEATURES: tl.constexpr,
 ):
     # Rounds, and returns the largest magnitude. See Note [Four tokens in a word].
-    words = tl.program_id(0).to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+    words = _words(TOKENS)
     features = column * FEATURES + tl.arange(0, FEATURES)
     largest = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.float32)
     packed_gate = tl.zeros((TOKENS // 4, FEATURES), dtype=tl.int32)
