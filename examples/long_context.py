@@ -50,7 +50,7 @@ def main() -> None:
     seed_everything(0, verbose=False)
     sizes = {"vocab_size": 256, "max_seq_len": options.seq_len, "num_layers": 2, "hidden_size": options.hidden_size}
     config = GPTConfig(**sizes, num_heads=4, num_kv_heads=2, init_std=0.05)
-    module = GPTModule(config, lr=options.lr, warmup_steps=2, max_steps=options.max_steps)
+    module = GPTModule(config, lr=options.lr, warmup_steps=min(2, options.max_steps - 1), max_steps=options.max_steps)
     # Every document is cut into 2 * cp chunks of its own, and rank r holds chunks r and 2 * cp - 1 - r.
     collate: PackingCollator | DynamicPackingCollator = PackingCollator(options.seq_len, multiple_of=2 * options.cp)
     if options.packing == "dynamic":
