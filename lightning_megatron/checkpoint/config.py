@@ -14,8 +14,8 @@ class CheckpointConfig:
             new one is durable; an error is raised at the next step.
         verify: compare the checksums of what a rank reads before anything is loaded. It reads the files twice, the second
             time from the page cache where memory allows.
-        weights_only: how Lightning's part of a checkpoint is unpickled in ``fit``; ``None`` is torch's default, containers and
-            tensors alone. (The Trainer does not pass its own ``weights_only`` on to strategies that restore after set-up.)
+        weights_only: how Lightning's part of a checkpoint is unpickled; ``None`` is torch's default, containers and tensors
+            alone. (The Trainer does not pass its own ``weights_only`` on to strategies that restore after set-up.)
     """
 
     async_save: bool = False
