@@ -8,6 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -93,6 +95,28 @@ def test_a_consolidated_checkpoint_goes_on_bitwise(kept: str, tmp_path: Path) ->
         return [name for name, value in whole.items() if not torch.equal(value, again[name])]
 
     assert run_distributed(run, 2) == [[], []]
+
+
+@pytest.mark.parametrize("tool", ["ours", "Lightning's"])
+def test_a_stock_trainer_goes_on_from_a_consolidated_checkpoint(tool: str, tmp_path: Path) -> None:
+    def run() -> dict[str, Tensor]:
+        fit(tmp_path, 2).save_checkpoint(tmp_path / "a.ckpt")
+        return fit(tmp_path, 4).strategy.full_state_dict()  # type: ignore[no-any-return]
+
+    whole, _ = run_distributed(run, 2)
+    if tool == "ours":
+        consolidate(tmp_path / "a.ckpt", tmp_path / "one.ckpt", with_optimizer=True)
+    else:
+        torch.save(_format_checkpoint(_load_distributed_checkpoint(tmp_path / "a.ckpt")), tmp_path / "one.ckpt")
+
+    def stock() -> dict[str, Tensor]:
+        module = fit(tmp_path, 4, stock=True, ckpt_path=tmp_path / "one.ckpt").lightning_module
+        again = Tiny.load_from_checkpoint(tmp_path / "one.ckpt")
+        assert again.layer[0].weight.shape == (9, 4)
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    for name, value in run_distributed(stock, 1, init_process_group=False)[0].items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-7)
 
 
 def test_what_does_not_fit_is_refused_with_both_shapes_and_nothing_is_loaded(tmp_path: Path) -> None:
