@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint import save
+from lightning_megatron.checkpoint.files import read_index
 from lightning_megatron.checkpoint.inspection import summarize
 from lightning_megatron.cli import main
 from lightning_megatron.testing import run_distributed
@@ -76,6 +80,22 @@ def test_verify_finds_any_damage(path: Path, damage: str, capsys: pytest.Capture
         assert name in text
         assert bool(re.search(r"(model|optimizer_0)\.", text)) == (damage in ("data", "cut", "gone"))
     assert not (path.parent / "one.ckpt").exists()
+
+
+def test_verify_compares_shapes_with_the_index(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = read_index(path)
+    saved = index.state_dict_metadata["model.head"]
+    saved.size = saved.chunks[0].sizes = torch.Size((7,))  # type: ignore[union-attr]
+    changed = pickle.dumps(index)
+    (path / ".metadata").write_bytes(changed)
+    sums = json.loads((path / "checksums.json").read_bytes())
+    sums["files"][".metadata"] = [(0, len(changed), zlib.crc32(changed))]
+    del sums["own"]
+    own = zlib.crc32(json.dumps({key: sums[key] for key in ("files", "elements")}).encode())
+    (path / "checksums.json").write_text(json.dumps({**sums, "own": own}))
+    code, text = run(capsys, "verify", path)
+    assert code == 1
+    assert "model.head: a part of shape (6,) torch.float32, where the index has ((7,), torch.float32)" in text
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
