@@ -340,8 +340,10 @@ def sequence_length(batch: Any) -> int:
     Raises:
         ValueError: no tensor has one.
     """
-    named = [batch[name] for name in ("tokens", "input_ids") if isinstance(batch, Mapping) and name in batch]
-    for leaf in (*named, *_named(batch)):
+    opened = open_container(batch)
+    children = () if opened is None else opened.children
+    by_name = dict(zip(_names(batch, len(children)), children, strict=True))
+    for leaf in (by_name.get("tokens"), by_name.get("input_ids"), *_named(batch)):
         if isinstance(leaf, Tensor) and leaf.dim() > 1:
             return int(leaf.shape[1])
     raise ValueError(

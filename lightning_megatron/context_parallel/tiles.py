@@ -73,11 +73,13 @@ class Tile:
         rows = 1 if self.lengths is None else num_rows
         q_block, q_left = self._blocks(num_q, rows, None if self.lengths is None else self.lengths.cu_q, device)
         k_block, k_left = self._blocks(num_k, rows, None if self.lengths is None else self.lengths.cu_k, device)
-        before = k_left[:, None, :] - q_left[:, :, None]  # how far a key stands before the diagonal
+        # A key stands as far before the diagonal as it has more tokens left. A number for each pair would be 8 masks.
         allowed = q_block[:, :, None] == k_block[:, None, :]
         if self.left is not None:
-            allowed = allowed & (before <= self.left)
-        return allowed if self.right is None else allowed & (before >= -self.right)
+            allowed &= k_left[:, None, :] <= (q_left + self.left)[:, :, None]
+        if self.right is not None:
+            allowed &= k_left[:, None, :] >= (q_left - self.right)[:, :, None]
+        return allowed
 
     @staticmethod
     def _blocks(number: int, rows: int, borders: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.data.packing import DynamicPackingCollator, PackingCollator
+from lightning_megatron.data.packing import DynamicPackingCollator, PackingCollator, first_fit_decreasing
 from lightning_megatron.models import GPTConfig
-from lightning_megatron.sequence_batch import SequenceCut
+from lightning_megatron.sequence_batch import SequenceCut, sequence_length
 from lightning_megatron.testing import run_distributed
 from tests.context_parallel.test_parity import FULL, LENGTHS, MIXED_LENGTHS, SEQUENCE, assert_same, one_by_one, packed_run
 from tests.parity.harness import LLAMA_GQA
@@ -58,6 +59,11 @@ def test_rows_that_documents_do_not_fill_fit_any_model_that_the_documents_fit() 
     assert_same(ranks, one_by_one(LLAMA_GQA), losses=True)
 
 
+def test_long_documents_are_packed_first() -> None:
+    """In the order that they come in they would need four rows."""
+    assert first_fit_decreasing([4, 4, 4, 6, 6, 6], 10) == [[0, 3], [1, 4], [2, 5]]
+
+
 def test_documents_with_another_number_of_labels_than_tokens_are_refused() -> None:
     document = {"tokens": torch.arange(5), "labels": torch.arange(1, 5)}
     with pytest.raises(ValueError, match="a document has 5 tokens and 4 labels"):
@@ -80,3 +86,14 @@ def test_a_longest_document_that_is_not_is_refused() -> None:
     assert cut(batch_of([0, 4, 16], max_seqlen=12))["tokens"].shape == (1, 8)
     with pytest.raises(ValueError, match="max_seqlen=4, but a document has 12 tokens"):
         cut(batch_of([0, 4], max_seqlen=4))
+
+
+@dataclass
+class Captioned:
+    image: Tensor
+    tokens: Tensor
+
+
+@pytest.mark.parametrize("make", [lambda **parts: parts, Captioned], ids=["dict", "dataclass"])
+def test_the_length_is_that_of_what_is_named_tokens(make: Callable[..., Any]) -> None:
+    assert sequence_length(make(image=torch.ones(2, 3, 5), tokens=torch.ones(2, 8))) == 8
