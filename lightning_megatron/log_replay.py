@@ -21,57 +21,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Number
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.aggregation import MaxMetric, MinMetric, SumMetric
 
-from lightning_megatron.comm import all_reduce, broadcast, broadcast_object
+from lightning_megatron.comm import broadcast, broadcast_object
+from lightning_megatron.log_means import Entry, Kind, mean_by_tokens, over_context, reduced, token_shares
 from lightning_megatron.mesh import Mesh
 
 # A program that logs under ever new names must not fill the memory with schemas.
 _MAX_SCHEMAS = 64
 
-Kind = Literal["value", "metric", "refused", "error"]
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One name of a schema: what is logged and how, without the value.
-
-    Args:
-        name: the name given to ``log``.
-        kind: ``value``: a number; ``metric``: a torchmetrics object; ``refused``: something that Lightning refuses, to be
-            refused on every rank; ``error``: something that cannot be done, the same.
-        arguments: the other arguments of ``log``, sorted by name, without ``batch_size``.
-        detail: the metric's path in the module, the pickled value, or the message.
-        reduction: how micro-batches are combined: mean, sum, min or max.
-        has_value: whether a number travels for it.
-        own_weights: whether the user gave ``batch_size``, which then may differ between context-parallel ranks.
-    """
-
-    name: str
-    kind: Kind
-    arguments: tuple[tuple[str, Any], ...]
-    detail: str | bytes = ""
-    reduction: str = "mean"
-    has_value: bool = False
-    own_weights: bool = False
-
-    @property
-    def on_one_rank(self) -> bool:
-        """Whether other context-parallel ranks may not log the name at all."""
-        return bool(dict(self.arguments).get("rank_zero_only"))
-
 
 @dataclass(frozen=True)
 class _Schema:
-    entries: tuple[_Entry, ...]
+    entries: tuple[Entry, ...]
     has_loss: bool
     dtype: torch.dtype
 
@@ -85,7 +54,7 @@ class _Call:
     """One call of ``log``: ``number`` is what it adds to the combined value, if anything."""
 
     microbatch_index: int
-    entry: _Entry
+    entry: Entry
     number: Tensor | None
     weight: int
     own_weight: bool
@@ -95,9 +64,10 @@ class _Call:
 class _Record:
     """All calls of ``log`` for one entry in one step."""
 
-    entry: _Entry
+    entry: Entry
     numbers: list[Tensor] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
+    microbatches: list[int] = field(default_factory=list)
     size: int = 0
 
     def add(self, call: _Call) -> None:
@@ -105,6 +75,7 @@ class _Record:
         if call.number is not None:
             self.numbers.append(call.number)
             self.weights.append(call.weight)
+            self.microbatches.append(call.microbatch_index)
         has_value, own_weights = bool(self.numbers), self.entry.own_weights or call.own_weight
         self.entry = replace(self.entry, has_value=has_value, own_weights=own_weights)
 
@@ -177,15 +148,15 @@ class LogRecorder:
         weight = self._size if batch_size is None else int(batch_size)
         self._calls.append(_Call(self._microbatch_index, entry, number, weight, batch_size is not None))
 
-    def _entry(self, name: str, value: Any, arguments: dict[str, Any]) -> tuple[_Entry, Tensor | None]:
+    def _entry(self, name: str, value: Any, arguments: dict[str, Any]) -> tuple[Entry, Tensor | None]:
         """The schema's entry for a call, and the number that the call contributes."""
         reduction = _reduction(arguments.get("reduce_fx", "mean"))
         if "reduce_fx" in arguments:
             arguments["reduce_fx"] = reduction
         group = arguments.pop("sync_dist_group", None) if self._mesh.pp.size > 1 else None
 
-        def entry(kind: Kind, detail: str | bytes = "") -> _Entry:
-            return _Entry(name, kind, tuple(sorted(arguments.items())), detail, reduction)
+        def entry(kind: Kind, detail: str | bytes = "") -> Entry:
+            return Entry(name, kind, tuple(sorted(arguments.items())), detail, reduction)
 
         if group is not None:
             message = "sync_dist_group is a group of this rank's own, which other pipeline stages cannot use. Leave it out: "
@@ -231,7 +202,8 @@ class LogRecorder:
 
         Args:
             loss: the loss of the step, 0-dim, on the last stage; ``None`` on the others, and where there is none.
-            num_tokens: valid tokens on this rank, 0-dim, where the step tells them: the weight of its means over ``cp``.
+            num_tokens: valid tokens of each micro-batch on this rank, ``[M]``, where the step tells them: the weights of its
+                means over ``cp``.
 
         Returns:
             The loss on every rank, averaged over ``cp``; 0-dim, fp32 (fp64 if it was); zero where there is none.
@@ -257,19 +229,28 @@ class LogRecorder:
 
     def _combined(self, calls: list[_Call], loss: Tensor | None, num_tokens: Tensor | None = None) -> _Message:
         """Every name over the micro-batches and over ``cp``. Waits for the device only for a ``batch_size`` under ``cp``."""
-        records: dict[_Entry, _Record] = {}
+        records: dict[Entry, _Record] = {}
         for call in sorted(calls, key=lambda call: call.microbatch_index):
             records.setdefault(call.entry, _Record(call.entry)).add(call)
         numbers = [number for record in records.values() for number in record.numbers] + ([] if loss is None else [loss])
         dtype = torch.float64 if any(number.dtype == torch.float64 for number in numbers) else torch.float32
         schema = _Schema(tuple(record.entry for record in records.values()), loss is not None, dtype)
         values = [] if loss is None else [loss.detach().to(self._mesh.device, dtype).reshape(())]
+        shares = None if num_tokens is None or self._mesh.cp.size == 1 else token_shares(num_tokens, self._mesh.cp)
+        weights: list[Tensor | None] = [None] * len(values)
         for record in records.values():
-            if record.entry.has_value:
-                values.append(_reduce([n.to(dtype) for n in record.numbers], record.weights, record.entry.reduction))
+            if not record.entry.has_value:
+                continue
+            numbers, how = [number.to(dtype) for number in record.numbers], record.entry.reduction
+            if shares is None or how != "mean" or record.entry.on_one_rank:
+                value, weight = reduced(numbers, record.weights, how), None
+            else:
+                value, weight = mean_by_tokens(numbers, record.weights, shares[record.microbatches].to(dtype))
+            values.append(value)
+            weights.append(weight)
         sizes = [record.size for record in records.values()]
         if self._mesh.cp.size > 1:
-            values, sizes = _over_context(schema, values, sizes, self._mesh, num_tokens)
+            values, sizes = over_context(schema.entries, values, sizes, mesh=self._mesh, weights=weights)
         packed = torch.stack(values) if values else torch.empty(0, dtype=dtype, device=self._mesh.device)
         return _Message(schema, sizes, packed)
 
@@ -297,7 +278,7 @@ class LogRecorder:
             broadcast(packed, pp, source)
         return _Message(schema, sizes[: len(schema.entries)], packed)
 
-    def _log(self, entry: _Entry, value: Any, size: int) -> None:
+    def _log(self, entry: Entry, value: Any, size: int) -> None:
         where = f"{self._mesh.coordinate} self.log({entry.name!r}, ...): "
         if entry.kind == "error":
             raise MisconfigurationException(f"{where}{entry.detail!s}")
@@ -320,57 +301,12 @@ class LogRecorder:
             arguments["sync_dist"] = True
         self._module.log(entry.name, value, **arguments, batch_size=size)
 
-    def _is_of_the_epoch(self, entry: _Entry) -> bool:
+    def _is_of_the_epoch(self, entry: Entry) -> bool:
         """Whether Lightning keeps the value for the end of the epoch: see Note [One value of an epoch]."""
         if entry.kind != "value" or entry.on_one_rank or self._mesh.dp_cp.size == 1:
             return False
         on_epoch = dict(entry.arguments).get("on_epoch")
         return self._module._current_fx_name != "training_step" if on_epoch is None else bool(on_epoch)
-
-
-def _over_context(
-    schema: _Schema, values: list[Tensor], sizes: list[int], mesh: Mesh, num_tokens: Tensor | None
-) -> tuple[list[Tensor], list[int]]:
-    """Combine values over ``cp``. Sums are averaged, as ``sync_dist=True`` then sums them over ``dp_cp``."""
-    cp, entries, values, sizes = mesh.cp, schema.entries, list(values), list(sizes)
-    valued = [i for i, entry in enumerate(entries) if entry.has_value]
-    hows = ["mean"] * schema.has_loss + ["own" if entries[i].on_one_rank else entries[i].reduction for i in valued]
-    weights: list[Any] = [1] * schema.has_loss
-    weights += [sizes[i] if entries[i].own_weights and entries[i].reduction == "mean" else 1 for i in valued]
-    if num_tokens is not None:
-        weights = [num_tokens if how == "mean" else own for how, own in zip(hows, weights, strict=True)]
-    averaged = [i for i, how in enumerate(hows) if how not in ("min", "max", "own")]
-    if averaged:
-        totals = [(torch.ones_like(values[i]) * weights[i]).to(values[i].dtype) for i in averaged]
-        shares = [torch.where(total > 0, values[i] * total, 0.0) for i, total in zip(averaged, totals, strict=True)]
-        sums, total = all_reduce(torch.stack(shares + totals), cp).chunk(2)  # a mean over no token may be NaN: weighs nothing
-        for i, mean in zip(averaged, (sums / total.clamp(min=1)).unbind(), strict=True):
-            values[i] = mean
-    for how, op in (("min", dist.ReduceOp.MIN), ("max", dist.ReduceOp.MAX)):
-        chosen = [i for i, other in enumerate(hows) if other == how]
-        reduced = all_reduce(torch.stack([values[i] for i in chosen]), cp, op).unbind() if chosen else ()
-        for i, value in zip(chosen, reduced, strict=True):
-            values[i] = value
-    counted = [i for i, entry in enumerate(schema.entries) if entry.own_weights and not entry.on_one_rank]
-    if counted:  # the ranks' batch sizes differ, and all must go on with the same
-        summed = all_reduce(torch.tensor([sizes[i] for i in counted], device=mesh.device), cp).tolist()
-        for i, size in zip(counted, summed, strict=True):
-            sizes[i] = size
-    return values, sizes
-
-
-def _reduce(numbers: list[Tensor], weights: list[int], reduction: str) -> Tensor:
-    """0-dim tensors to one; a mean leaves out those of weight 0, which may be the NaN of an empty micro-batch."""
-    if reduction in ("sum", "min", "max"):
-        reduced: Tensor = getattr(torch.stack(numbers), reduction)()
-        return reduced
-    kept = [(number, weight) for number, weight in zip(numbers, weights, strict=True) if weight > 0]
-    if not kept:
-        return torch.zeros_like(numbers[0])
-    if len({weight for _, weight in kept}) == 1:
-        return torch.stack([number for number, _ in kept]).mean()
-    total = sum(weight for _, weight in kept)
-    return torch.stack([number * (weight / total) for number, weight in kept]).sum()
 
 
 def _reduction(reduce_fx: str | Callable[..., Any]) -> str:

@@ -85,6 +85,14 @@ class StepLosses:
         total, weight = (both if cp is None else all_reduce(both, cp)).unbind()
         return total / weight.clamp(min=1)
 
+    @property
+    def tokens(self) -> Tensor | None:
+        """Valid tokens of each micro-batch, ``[M]``; ``None`` where the step does not tell them."""
+        if not self.per_token or not self._weights:
+            return None
+        device = self.num_tokens.device
+        return torch.stack([torch.as_tensor(weight, device=device, dtype=torch.float64) for weight in self._weights])
+
 
 def _loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | float | None]:
     loss, num_tokens = output, None

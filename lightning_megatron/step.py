@@ -134,7 +134,7 @@ class TrainingEngine:
         self._per_token = losses.per_token
         if self._mesh.tp.is_first:
             self._num_tokens += losses.num_tokens
-        loss = self._recorder.replay(losses.mean(self._mesh.cp), losses.num_tokens if losses.per_token else None)
+        loss = self._recorder.replay(losses.mean(self._mesh.cp), losses.tokens)
         return _with_extras(loss, outputs, batch.sizes)
 
     def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
@@ -246,11 +246,11 @@ def _samples_in(batch: Any) -> int:
 
 
 def _num_tokens(outputs: list[Any], mesh: Mesh) -> Tensor | None:
-    """Valid tokens behind the outputs of a step that tells them; ``None`` where it does not."""
+    """Valid tokens behind each output of a step that tells them, ``[M]``; ``None`` where it does not."""
     if mesh.cp.size == 1 or not outputs or not all(isinstance(output, dict) and "num_tokens" in output for output in outputs):
         return None
     counts = [torch.as_tensor(output["num_tokens"], device=mesh.device, dtype=torch.float64) for output in outputs]
-    return torch.stack([count.reshape(()) for count in counts]).sum()
+    return torch.stack([count.reshape(()) for count in counts])
 
 
 def _merged(outputs: list[Any], sizes: list[int]) -> Any:
