@@ -57,7 +57,7 @@ def _facts(summary: Summary) -> Table:
     layout = ours.get("layout", {})
     shown = [f"{name}={size}" for name, size in layout.items() if name in _AXES and size != 1]
     rows = {
-        "state": "complete",
+        "state": "\n".join(("incomplete", *summary.missing)) if summary.missing else "complete",
         "step": summary.meta.get("global_step", "?"),
         "epoch": summary.meta.get("epoch", "?"),
         "written by": f"{' '.join(shown) or 'one rank a replica'} over {layout.get('world_size', '?')} rank(s)",

@@ -157,6 +157,9 @@ class CheckpointingStrategy(ProcessesStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Raise what a checkpoint in the background has failed of, on all ranks; save if the job is about to be requeued."""
+        fit_loop = self._ready.module.trainer.fit_loop
+        if fit_loop.restarting:  # or Lightning leaves out this epoch's step of schedulers that follow a metric
+            fit_loop._restarting = False
         if self._saver is not None:
             self._saver.check()
         if self._requeue is not None and self._requeue.is_due():
@@ -271,6 +274,7 @@ class CheckpointingStrategy(ProcessesStrategy):
             mesh=self.mesh,
             load_optimizer=fitting,
             weights_only=weights_only,
+            strict=module.strict_loading,
             verify=self._checkpoint_config.verify,
         )
 

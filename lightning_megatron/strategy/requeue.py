@@ -74,5 +74,8 @@ def requeue() -> None:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if not re.fullmatch(r"[0-9_-]+", job):
         raise RuntimeError(f"SLURM calls this job {job!r}, which is no number; it is not requeued.")
-    result = subprocess.run(["scontrol", "requeue", job], check=False)
-    say(f"SLURM job {job}: " + ("requeued" if result.returncode == 0 else f"scontrol requeue failed ({result.returncode})"))
+    try:
+        failed: int | OSError = subprocess.run(["scontrol", "requeue", job], check=False).returncode
+    except OSError as error:  # the checkpoint is there, and the job may run on until its time is up
+        failed = error
+    say(f"SLURM job {job}: " + (f"scontrol requeue failed ({failed})" if failed else "requeued"))

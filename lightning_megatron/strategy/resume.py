@@ -3,8 +3,9 @@
 Note [Where a run stands]
 Lightning's progress counters are saved as they are, but for two cases in which they do not say where to go on. A run that
 was stopped in the middle of an epoch (``max_steps``, ``should_stop``) counts the epoch as done, though samples of it are
-left: the saved counters say that it is still running. And a run that an exception stopped between two optimizer steps has
-lost the gradients of the batches since the last step: the saved counters go back to that step.
+left: the saved counters say that it is still running. And a run that is saved before a batch is done (an exception, SLURM's
+signal) has counted that batch in the total, which seeds its random numbers: the saved counters go back to the batch before,
+and between two optimizer steps, as the gradients since the last one are lost, to that step.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def correct_progress(loops: dict[str, Any], trainer: Trainer) -> None:
         if epochs["current"]["ready"] == epochs["current"]["processed"] and progress.epoch < epochs["current"]["processed"]:
             epochs[of].update(processed=epochs[of]["ready"] - 1, completed=epochs[of]["ready"] - 1)
     back = batches["current"]["processed"] - progress.batches
-    if batches["current"]["ready"] > batches["current"]["processed"] and back > 0:
+    if batches["current"]["ready"] > batches["current"]["processed"]:
         for of in ("current", "total"):
             done = batches[of]["processed"] - back
             batches[of].update(dict.fromkeys(_COUNTERS, done))

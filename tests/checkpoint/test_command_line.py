@@ -99,7 +99,9 @@ def test_verify_compares_shapes_with_the_index(path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_checkpoint_without_all_of_its_data_is_not_complete(path: Path, damage: str) -> None:
+def test_a_checkpoint_without_all_of_its_data_is_not_complete(
+    path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert summarize(path).missing == ()
     data = path / "__1_0.distcp"
     if damage == "cut":
@@ -108,6 +110,10 @@ def test_a_checkpoint_without_all_of_its_data_is_not_complete(path: Path, damage
         data.unlink()
     (problem,) = summarize(path).missing
     assert problem.startswith("__1_0.distcp: this data file")
+    code, text = run(capsys, "inspect", path)
+    assert code == 0
+    assert "incomplete" in text
+    assert "__1_0.distcp: this data file" in text
 
 
 def test_consolidate_refuses_a_directory_and_makes_those_that_are_missing(

@@ -136,6 +136,29 @@ def test_metadata_that_needs_trust_is_named_and_read_when_trusted(tmp_path: Path
     run_distributed(run, 1)
 
 
+@pytest.mark.parametrize("width", [8, 9])
+def test_a_module_without_strict_loading_takes_the_parameters_that_fit(width: int, tmp_path: Path) -> None:
+    class Another(Tiny):
+        def __init__(self) -> None:
+            super().__init__(width)
+            self.strict_loading = False
+            self.more = nn.Linear(2, 2)
+
+    def run() -> bool:
+        first = trainer(tmp_path, enable_checkpointing=False)
+        first.fit(Tiny(), loader())
+        first.save_checkpoint(tmp_path / "a.ckpt")
+        again = trainer(tmp_path, enable_checkpointing=False)
+        if width != 8:
+            with pytest.raises(ValueError, match=r"saved as \(8, 4\) float32, wanted as \(9, 4\)"):
+                again.validate(Another(), loader(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+            return True
+        again.validate(Another(), loader(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+        return same(weights(again), weights(first))
+
+    assert run_distributed(run, 2) == [True, True]
+
+
 class SaveFirst(Callback):
     """Saves after the first batch of two that make a step."""
 
@@ -181,13 +204,17 @@ def test_what_an_exception_interrupts_on_all_ranks_is_saved_and_goes_on_after_th
 ) -> None:
     options: dict[str, Any] = {"max_epochs": 2, "max_steps": -1, "accumulate_grad_batches": batches}
 
+    class Noisy(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step([batch[0] + torch.randn_like(batch[0])], batch_idx)
+
     def run() -> bool:
         whole = trainer(tmp_path, enable_checkpointing=False, **options)
-        whole.fit(Tiny(), loader())
+        whole.fit(Noisy(), loader())
         with pytest.raises(KeyError, match="told to"):
-            trainer(tmp_path, RaiseAt(), OnExceptionCheckpoint(tmp_path), **options).fit(Tiny(), loader())
+            trainer(tmp_path, RaiseAt(), OnExceptionCheckpoint(tmp_path), **options).fit(Noisy(), loader())
         again = trainer(tmp_path, enable_checkpointing=False, **options)
-        again.fit(Tiny(), loader(), ckpt_path=tmp_path / "on_exception.ckpt")
+        again.fit(Noisy(), loader(), ckpt_path=tmp_path / "on_exception.ckpt")
         return same(weights(whole), weights(again))
 
     assert run_distributed(run, 2) == [True, True]

@@ -30,7 +30,7 @@ class Tiny(L.LightningModule):
         self.layer = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (self.layer(batch[0]) - 1).square().mean()
+        return (self.layer(batch[0] + 0.1 * torch.randn_like(batch[0])) - 1).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None: ...
 
@@ -103,13 +103,21 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_slurm_job_is_saved_between_batches_requeued_and_goes_on_by_itself(asynchronous: bool, job: Path) -> None:
-    def run() -> tuple[list[str], list[int], int]:
+    def run() -> tuple[list[str], list[int], list[int]]:
         whole = fit(job, asynchronous, Signalled(2))
         steps = Steps()
         again = fit(job, asynchronous, steps)
-        return [name for name, value in whole.items() if not torch.equal(again[name], value)], steps.started, len(again)
+        wrong = [name for name, value in whole.items() if not torch.equal(again[name], value)]
+        return wrong, steps.started, steps.validated
 
-    assert run_distributed(run, 2) == [([], [2], 4)] * 2
+    assert run_distributed(run, 2) == [([], [2], [3, 6])] * 2
     assert [path.name for path in job.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
     assert is_checkpoint(job / "hpc_ckpt_1.ckpt")
     assert (job / "asked").read_text() == "requeue 7\n"
+
+
+def test_a_job_that_cannot_be_requeued_is_saved_and_goes_on(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (job / "bin" / "scontrol").chmod(0o644)
+    run_distributed(lambda: fit(job, False, Signalled(2)), 2)
+    assert is_checkpoint(job / "hpc_ckpt_1.ckpt")
+    assert "SLURM job 7: scontrol requeue failed" in capfd.readouterr().err

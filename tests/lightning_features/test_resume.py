@@ -151,6 +151,30 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bitwise_and_without_warnings
         assert outcomes == {case: ([], []) for case in CASES}
 
 
+class ByMetric(Dropped):
+    """The rate falls by the validation loss."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+def test_a_rate_by_metric_falls_at_the_end_of_the_epoch_that_is_resumed(tmp_path: Any) -> None:
+    def run_it(run: Run) -> Any:
+        def fit(callbacks: Any = (), ckpt_path: Any = None) -> Any:
+            L.seed_everything(5, verbose=False)
+            trainer, module = run.trainer(*callbacks, max_epochs=4), ByMetric()
+            trainer.fit(module, plain(run), DataLoader(VAL, 4), ckpt_path=ckpt_path)
+            return run.parameters(trainer, module), trainer.optimizers[0].param_groups[0]["lr"]
+
+        whole, rate = fit([SaveAt(f"{run.folder}/a.ckpt", 9)])
+        resumed, again = fit(ckpt_path=f"{run.folder}/a.ckpt")
+        return [name for name, value in whole.items() if not torch.equal(resumed[name], value)], rate == again < 0.05
+
+    assert on_ranks(run_it, 2, tmp_path) == [([], True)] * 2
+
+
 def test_a_run_that_max_steps_has_stopped_in_mid_epoch_goes_on_with_that_epoch(tmp_path: Any) -> None:
     def run_it(run: Run) -> Any:
         whole, _ = fit(run, plain, max_epochs=-1, max_steps=15)
