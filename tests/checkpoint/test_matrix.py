@@ -1,4 +1,7 @@
-"""What each of eight layouts of eight ranks saves, each of the eight loads, and trains on as if it had never stopped."""
+"""What each of eight layouts of eight ranks saves, each of the eight loads, and trains on as if it had never stopped.
+
+In another layout as one process would, within rounding; in the same one bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -86,12 +89,36 @@ class Module(L.LightningModule):
         return make_optimizer(self.parameters())
 
 
+class SaveAndGoOn(Callback):
+    """Saves in mid-run, and keeps the losses after that and this rank's weights at the end, for ``uncut`` to read."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STEPS - 1:
+            trainer.save_checkpoint(self.folder / f"{self.name}.ckpt")
+        elif batch_idx >= STEPS:
+            self.losses.append(float(trainer.strategy.reduce(outputs["loss"], reduce_op="mean")))
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        torch.save((self.losses, weights_of(trainer.strategy)), self.folder / f"{self.name} {trainer.global_rank}.pt")
+
+
+def uncut(folder: Path, name: str, rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and a rank's weights of the run that saved, which went on."""
+    found: tuple[list[float], dict[str, Tensor]] = torch.load(folder / f"{name} {rank}.pt")
+    return found
+
+
 class LoadEach(Callback):
     """Loads the next checkpoint every few steps, and keeps the losses and which final weights are wrong after each."""
 
-    def __init__(self, paths: list[Path], expected: dict[str, Tensor]) -> None:
-        self.paths, self.expected = paths, expected
-        self.losses: list[list[float]] = [[] for _ in paths]
+    def __init__(self, folder: Path, name: str, expected: dict[str, Tensor]) -> None:
+        self.folder, self.name, self.expected = folder, name, expected
+        self.paths = [folder / f"{source}.ckpt" for source in LAYOUTS]
+        self.losses: list[list[float]] = [[] for _ in self.paths]
         self.wrong: list[list[str]] = []
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
@@ -102,6 +129,18 @@ class LoadEach(Callback):
         self.losses[batch_idx // STEPS].append(float(trainer.strategy.reduce(outputs["loss"], reduce_op="mean")))
         if batch_idx % STEPS == STEPS - 1:
             self.wrong.append(wrong(trainer.strategy, self.expected))
+            if self.paths[batch_idx // STEPS].stem == self.name:  # the same layout
+                losses, weights = uncut(self.folder, self.name, trainer.global_rank)
+                assert self.losses[batch_idx // STEPS] == losses
+                found = weights_of(trainer.strategy)
+                assert found.keys() == weights.keys()
+                self.wrong[-1] += [name for name, value in weights.items() if not torch.equal(found[name], value)]
+
+
+def weights_of(strategy: Any) -> dict[str, Tensor]:
+    """This rank's parameters."""
+    strategy._wait_parameters()
+    return {name: param.detach().clone() for name, param in strategy._ready.named_parameters()}
 
 
 def wrong(strategy: Any, expected: dict[str, Tensor]) -> list[str]:
@@ -148,11 +187,11 @@ def fit(name: str, steps: list[int], *callbacks: Callback) -> L.Trainer:
 
 def save_all(folder: Path) -> None:
     for name in LAYOUTS:
-        fit(name, list(range(STEPS))).save_checkpoint(folder / f"{name}.ckpt")
+        fit(name, list(range(2 * STEPS)), SaveAndGoOn(folder, name))
 
 
 def load_all(folder: Path, name: str, expected: dict[str, Tensor]) -> tuple[list[list[float]], list[list[str]]]:
-    loading = LoadEach([folder / f"{source}.ckpt" for source in LAYOUTS], expected)
+    loading = LoadEach(folder, name, expected)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*layout has changed")
         fit(name, list(range(STEPS, 2 * STEPS)) * len(LAYOUTS), loading)

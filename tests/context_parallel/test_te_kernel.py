@@ -115,11 +115,15 @@ def test_the_library_gets_what_its_documents_ask_for(form: str, packed: bool, mo
     torch.testing.assert_close(whole, explicit(tensors, pattern, packed=packed), rtol=1e-12, atol=1e-12)
 
 
+PADDED_DOCUMENT = SequenceLayout(64, 64, 2, 0, torch.tensor([[0, 64]]), real_lengths=torch.tensor([[60]]))
+
+
 @pytest.mark.parametrize(
     ("comm", "layout", "pattern", "message"),
     [
         ("p2p", SequenceLayout(64, 64, 2), Pattern(window=5), "no sliding window with cp_comm='p2p'"),
         ("p2p", SequenceLayout(64, 60, 2), Pattern(causal=False), "rows of 60 tokens are padded to 64"),
+        ("p2p", PADDED_DOCUMENT, Pattern(causal=False), "documents may end with padding"),
         ("a2a", SequenceLayout(64, 64, 8), Pattern(), "8 ranks exchange heads, and Transformer Engine does not share 8 and 2"),
     ],
 )
@@ -128,6 +132,8 @@ def test_what_the_library_does_not_do_is_refused_by_name(
 ) -> None:
     given = {"heads": 8, "kv_heads": 2, "dtype": torch.bfloat16, "window": pattern.window}
     assert message in str(te_context.why_not(comm, layout, pattern, **given))
+    if layout is PADDED_DOCUMENT:
+        assert te_context.why_not(comm, layout, Pattern(), **given) is None  # which a causal mask hides
     given["dtype"] = torch.float32
     assert "attends in 16 bits" in str(te_context.why_not(comm, layout, pattern, **given))
 

@@ -142,6 +142,11 @@ def why_not(
             f"rows of {layout.num_real} tokens are padded to {layout.length}, and without a causal mask Transformer Engine "
             f"does not tell the padding apart; give lengths that divide, or documents (cu_seqlens)"
         )
+    if not pattern.causal and layout.real_lengths is not None:
+        return (
+            "documents may end with padding (real_lengths), which Transformer Engine does not tell apart without a causal "
+            "mask; leave real_lengths out of a batch that has none"
+        )
     if comm == "a2a" and (heads % layout.size or kv_heads % layout.size):
         return f"{layout.size} ranks exchange heads, and Transformer Engine does not share {heads} and {kv_heads} over them"
     return None
