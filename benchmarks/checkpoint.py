@@ -14,6 +14,7 @@ import mmap
 import os
 import resource
 import shutil
+import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from rich.console import Console
 from rich.table import Table
