@@ -155,15 +155,15 @@ def _math_backward(
 
 def _score_blocks(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[slice, Tensor]]:
     """Masked scores ``[B, g, h/g, rows, n_k]``, a run of queries at a time, so that not all are held at once."""
-    mask = tile.mask(q.shape[0], k.shape[0], num_rows=q.shape[1], device=q.device)
     wide_k, groups = _wide(k), k.shape[2]
     per_query = max(1, q.shape[1] * q.shape[2] * k.shape[0])
     step = max(1, min(q.shape[0], _MAX_SCORES // per_query))
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
+        mask = tile.mask(q.shape[0], k.shape[0], num_rows=q.shape[1], device=q.device, queries=rows)
         own = _grouped(_wide(q[rows]), groups)
         scores = torch.einsum("sbgnd,tbgd->bgnst", own, wide_k) / sqrt(q.shape[-1])
-        yield rows, scores if mask is None else scores.masked_fill(~mask[:, None, None, rows], float("-inf"))
+        yield rows, scores if mask is None else scores.masked_fill(~mask[:, None, None], float("-inf"))
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

@@ -66,12 +66,15 @@ class Tile:
             return "band"
         return "full" if self.right is None else "causal"
 
-    def mask(self, num_q: int, num_k: int, *, num_rows: int, device: torch.device) -> Tensor | None:
-        """Pairs that are in, bool ``[1 or num_rows, num_q, num_k]``; ``None`` where all are."""
+    def mask(
+        self, num_q: int, num_k: int, *, num_rows: int, device: torch.device, queries: slice = slice(None)
+    ) -> Tensor | None:
+        """Pairs that are in, bool ``[1 or num_rows, num_q, num_k]``; ``None`` where all are. Of some ``queries`` only."""
         if self.lengths is None and self.form == "full":
             return None
         rows = 1 if self.lengths is None else num_rows
-        q_block, q_left = self._blocks(num_q, rows, None if self.lengths is None else self.lengths.cu_q, device)
+        of_q = self._blocks(num_q, rows, None if self.lengths is None else self.lengths.cu_q, device)
+        q_block, q_left = (numbers[:, queries] for numbers in of_q)
         k_block, k_left = self._blocks(num_k, rows, None if self.lengths is None else self.lengths.cu_k, device)
         # A key stands as far before the diagonal as it has more tokens left. A number for each pair would be 8 masks.
         allowed = q_block[:, :, None] == k_block[:, None, :]

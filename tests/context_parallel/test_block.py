@@ -1,4 +1,4 @@
-"""``attention_kernel="flash_attn"``, with a stand-in for the package that computes in fp64 and takes what the package takes."""
+"""Tiles by plain torch and by flash-attn, a stand-in for which computes in fp64 and takes what the package takes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.context_parallel import block as block_file
 from lightning_megatron.context_parallel.block import BlockAttention
 from lightning_megatron.context_parallel.flash import PackageFlash, flash_backward, flash_forward
 from lightning_megatron.context_parallel.tiles import Lengths, Tile
@@ -160,6 +161,19 @@ def test_tiles_by_the_package_are_those_of_plain_torch(package: Package, name: s
     for mine, theirs in zip(found, block.backward(grad, q, k, v, **kept, tile=tile, random=state), strict=True):
         assert_close(mine, theirs)
     assert package.calls == (["varlen forward", "varlen backward"] if "packed" in name else ["forward", "backward"])
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_runs_of_queries_in_plain_torch_are_as_all_at_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    torch.manual_seed(0)
+    q, grad = (torch.randn(10, 2, 4, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(12, 2, 2, 8, dtype=torch.float64) for _ in range(2))
+    tile, block, found = TILES[name], BlockAttention(kernel="math"), []
+    for most in (2**26, 300):  # three queries of 96 scores each
+        monkeypatch.setattr(block_file, "_MAX_SCORES", most)
+        out, lse, state = block.forward(q, k, v, tile)
+        found.append([out, lse, *block.backward(grad, q, k, v, out=out, lse=lse, tile=tile, random=state)])
+    assert_close(found[1], found[0])
 
 
 def test_a_model_attends_by_the_package(package: Package) -> None:
