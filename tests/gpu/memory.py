@@ -146,13 +146,15 @@ class Module(GPTModule):
         print({name: round(float(v), 4) for name, v in self.trainer.logged_metrics.items() if "/" in name}, flush=True)
 
 
-def trainer_run(**options: Any) -> str:
-    monitors = [ThroughputMonitor(2), MemoryMonitor(2)]
+def trainer_run(*, deterministic: bool = False, **options: Any) -> tuple[str, dict[str, Tensor]]:
+    """What the monitors and the allocator say, and the weights at the end."""
+    monitors, strategy = [ThroughputMonitor(2), MemoryMonitor(2)], MegatronStrategy(**options)
     trainer = L.Trainer(
         accelerator="gpu",
         devices=1,
         precision="bf16-mixed",
-        strategy=MegatronStrategy(**options),
+        strategy=strategy,
+        deterministic=deterministic,
         callbacks=monitors,
         max_steps=8,
         logger=False,
@@ -163,13 +165,26 @@ def trainer_run(**options: Any) -> str:
     tokens = torch.randint(CONFIG.vocab_size, (16, S), generator=torch.Generator().manual_seed(0))
     trainer.fit(Module(CONFIG), DataLoader(tokens, 2))
     expandable = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
-    return f"expandable segments in use: {expandable}"
+    return f"expandable segments in use: {expandable}", strategy.full_state_dict()
+
+
+def repeated(**options: Any) -> str:
+    """Two runs of ``Trainer(deterministic=True)``."""
+    L.seed_everything(1, verbose=False)
+    one = trainer_run(deterministic=True, **options)[1]
+    L.seed_everything(1, verbose=False)
+    other = trainer_run(deterministic=True, **options)[1]
+    torch.use_deterministic_algorithms(False)
+    different = [name for name, value in one.items() if not torch.equal(other[name], value)]
+    assert not different, different
+    return "the same bits twice"
 
 
 def main() -> None:
     """All cases."""
     for options in ({}, {"recompute": "full"}, {"recompute": "full", "offload_activations": True}):
-        case(f"Trainer {options}", partial(trainer_run, **options))
+        case(f"Trainer {options}", lambda: trainer_run(**options)[0])  # noqa: B023
+    case("deterministic Trainer", repeated)
     for kind in ("torch", "te", "delayed", "current"):
         try:
             expected = outcome(kind, "None")[0]
