@@ -20,6 +20,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from numbers import Number
 from typing import Any
 
@@ -116,7 +117,7 @@ class LogRecorder:
         """Inside the ``with`` block the module's ``log`` (and so ``log_dict``) records instead of logging."""
         attributes, absent = self._module.__dict__, object()
         earlier = attributes.get("log", absent)
-        self._argument_names = tuple(inspect.signature(self._module.log).parameters)
+        self._argument_names = _argument_names(self._module.log)
         self._calls, self._keep = [], False
         attributes["log"] = self._record
         try:
@@ -307,6 +308,17 @@ class LogRecorder:
             return False
         on_epoch = dict(entry.arguments).get("on_epoch")
         return self._module._current_fx_name != "training_step" if on_epoch is None else bool(on_epoch)
+
+
+def _argument_names(log: Callable[..., Any]) -> tuple[str, ...]:
+    """Of a ``log`` that may be a method of the module's class, or a function that somebody has put on the module."""
+    function = getattr(log, "__func__", None)
+    return tuple(inspect.signature(log).parameters) if function is None else _names_of_method(function)
+
+
+@cache
+def _names_of_method(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)[1:]
 
 
 def _reduction(reduce_fx: str | Callable[..., Any]) -> str:

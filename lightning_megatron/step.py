@@ -84,7 +84,8 @@ class TrainingEngine:
         self._cutter = SequenceCutter(module, mesh, shard_batch)
         self._num_tokens = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._per_token: bool | None = None
-        self._guarded = GuardedModels(child for child in module.modules() if isinstance(child, PipelineModel))
+        self._models = [child for child in module.modules() if isinstance(child, PipelineModel)]
+        self._guarded = GuardedModels(self._models)
         self._guards: dict[int, TokenGuard] = {}
         self._has_said_schedule = False
         self.optimizers: list[DistributedOptimizer] = []
@@ -210,9 +211,7 @@ class TrainingEngine:
         loss: Callable[[int, Any], Tensor | None] | None,
     ) -> Step:
         method = getattr(self._module, name)
-        whole = (
-            [child for child in self._module.modules() if isinstance(child, PipelineModel)] if self._mesh.pp.size == 1 else []
-        )
+        whole = self._models if self._mesh.pp.size == 1 else []
         seed_names = [(self.seed, name, *position, m, self._mesh.dp.rank) for m in range(len(batch))]
         # Ranks of cp run the user's own code under the same numbers, and the model, on other tokens, under their own.
         cp_rank = (self._mesh.cp.rank,) if self._mesh.cp.size > 1 else ()
