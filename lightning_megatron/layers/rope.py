@@ -7,6 +7,7 @@ from math import pi
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -64,6 +65,33 @@ class Rope:
         angles = positions.float()[:, None] * self.frequencies(positions.device)
         angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
         return RopeTables(angles.cos(), angles.sin())
+
+
+class WholeRows:
+    """Tables of rows that begin at position 0, made once for all steps with rows of the same length.
+
+    Args:
+        rope: the frequencies.
+    """
+
+    def __init__(self, rope: Rope) -> None:
+        self._rope = rope
+        self._made: tuple[object, RopeTables] | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> WholeRows:
+        return WholeRows(self._rope)
+
+    def __reduce__(self) -> tuple[type[WholeRows], tuple[Rope]]:
+        return WholeRows, (self._rope,)
+
+    def tables(self, num_real: int, num_padded: int, device: torch.device) -> RopeTables:
+        """Of positions 0 to ``num_real - 1``, and of padding to ``num_padded``: ``[num_padded, 1, 1, head_dim]``."""
+        key = (num_real, num_padded, device)
+        if self._made is None or self._made[0] != key:
+            with torch.inference_mode(False):  # a step that trains uses what an evaluation has made
+                positions = F.pad(torch.arange(num_real, device=device), (0, num_padded - num_real))
+                self._made = key, self._rope.tables(positions)
+        return self._made[1]
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -20,7 +20,7 @@ from lightning_megatron.layers.choice import current_backend
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.mlp import gate_up_parts
 from lightning_megatron.layers.position import PositionEmbedding
-from lightning_megatron.layers.rope import Rope, RopeTables
+from lightning_megatron.layers.rope import Rope, RopeTables, WholeRows
 from lightning_megatron.layers.sequence import SequenceContext, sequence_axis
 from lightning_megatron.layers.transformer import TransformerLayer
 from lightning_megatron.mesh import Mesh, current_mesh, inside_strategy
@@ -73,6 +73,7 @@ class GPT(PipelineModel):
         self.config = config
         self._mesh, self._sequence_axis = mesh, sequence_axis(mesh)
         self._rope = build.rope()
+        self._whole_rows = None if self._rope is None else WholeRows(self._rope)
         self.embedding = build.embedding()
         self.position_embedding = build.position_embedding()
         self.embedding_dropout = Dropout(config.hidden_dropout, mesh=mesh)
@@ -108,7 +109,7 @@ class GPT(PipelineModel):
         layout = self._layout(tokens, cu_seqlens, max_seqlen, sequence_layout)
         seq_len = tokens.shape[1]
         padded_len = seq_len + -seq_len % self._sequence_axis.size
-        tables = None if self._rope is None else self._tables(self._rope, self._positions(tokens, layout))
+        tables = self._tables(tokens, layout, padded_len)
         pattern = Pattern(self.config.causal, self.config.sliding_window)
         return (SequenceContext(seq_len, padded_len, tables, layout, pattern),)
 
@@ -141,10 +142,14 @@ class GPT(PipelineModel):
         positions = layout.positions(layout.own_index(tokens.device))
         return F.pad(positions, (0, -tokens.shape[1] % self._sequence_axis.size))
 
-    @staticmethod
-    def _tables(rope: Rope, positions: Tensor) -> RopeTables:
-        """``[1 or B, S] -> [S, 1 or B, 1, head_dim]``."""
-        flat = rope.tables(positions.t().flatten())
+    def _tables(self, tokens: Tensor, layout: SequenceLayout, padded_len: int) -> RopeTables | None:
+        """``[padded_len, 1 or B, 1, head_dim]``."""
+        if self._rope is None or self._whole_rows is None:
+            return None
+        if layout.size == 1 and layout.cu_seqlens is None:
+            return self._whole_rows.tables(tokens.shape[1], padded_len, tokens.device)
+        positions = self._positions(tokens, layout)
+        flat = self._rope.tables(positions.t().flatten())
         shape = (positions.shape[1], positions.shape[0], 1, -1)
         return RopeTables(flat.cos.view(shape), flat.sin.view(shape))
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from math import cos, pi, sin
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from lightning_megatron.layers.rope import Rope, RopeScaling, apply_rope
+from lightning_megatron.layers.rope import Rope, RopeScaling, WholeRows, apply_rope, rotate_heads
 
 
 def test_tables_are_cosines_and_sines_of_position_times_frequency() -> None:
@@ -76,3 +78,20 @@ def test_bfloat16_heads_are_rounded_once() -> None:
 def test_scaling_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="high_freq_factor > low_freq_factor"):
         RopeScaling(low_freq_factor=4.0, high_freq_factor=1.0)
+
+
+def test_tables_of_whole_rows_are_made_once_and_an_evaluation_may_make_them() -> None:
+    rope = Rope(head_dim=8)
+    rows, cpu = WholeRows(rope), torch.device("cpu")
+    with torch.inference_mode():
+        first = rows.tables(5, 8, cpu)
+    assert rows.tables(5, 8, cpu) is first
+    expected = rope.tables(torch.tensor([0, 1, 2, 3, 4, 0, 0, 0]))
+    assert_close((first.cos, first.sin), (expected.cos, expected.sin), rtol=0.0, atol=0.0)
+    heads = torch.randn(8, 1, 2, 8, requires_grad=True)
+    rotate_heads(heads, first.cos, first.sin).sum().backward()  # saves the tables
+    assert heads.grad is not None
+    assert rows.tables(6, 8, cpu) is not first
+    assert len(pickle.dumps(rows)) < 400  # frequencies, no tables
+    copied = copy.deepcopy(rows).tables(6, 8, cpu)
+    assert_close(copied.cos, rows.tables(6, 8, cpu).cos, rtol=0.0, atol=0.0)
