@@ -235,8 +235,7 @@ class AttentionSlots:
 
 def remember(slots: list[Slot], magnitudes: list[Tensor]) -> None:
     """Let later steps know of largest magnitudes, fp32 ``[1]`` each."""
-    for slot, magnitude in zip(slots, magnitudes, strict=True):
-        torch.maximum(slot.amax, magnitude, out=slot.amax)
+    torch._foreach_maximum_([slot.amax for slot in slots], magnitudes)
 
 
 def scales_of(module: nn.Module) -> list[Scales]:
