@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, Protocol, get_args
@@ -90,7 +91,7 @@ class MegatronPrecision(Precision):
         fp8_margin: powers of two of headroom that ``delayed`` leaves.
 
     Raises:
-        ValueError: another name, a loss scale where there is no fp16, FP8 where there is no bf16.
+        ValueError: another name, a loss scale where there is no fp16, FP8 where there is no bf16, options of FP8 without it.
     """
 
     def __init__(
@@ -119,8 +120,9 @@ class MegatronPrecision(Precision):
         self.scaler = (loss_scale or DynamicLossScale()) if in_fp16 else None
         self.finishers: dict[int, GradientFinisher] = {}
         asked = {"fp8_head": fp8_head, "fp8_attention": fp8_attention, "fp8_params": fp8_params}
-        _refuse_without(fp8, **asked, fp8_fast_gradients=fp8_fast_gradients)
-        ends = (first_last_layers_bf16,) * 2 if isinstance(first_last_layers_bf16, int) else first_last_layers_bf16
+        asked |= {"fp8_fast_gradients": fp8_fast_gradients, "first_last_layers_bf16": first_last_layers_bf16 != 0}
+        _refuse_without(fp8, **asked)
+        ends = _both_ends(first_last_layers_bf16)
         options: dict[str, Any] = {"history_steps": fp8_history_steps, "margin": fp8_margin, "head": fp8_head}
         options |= {"attention": fp8_attention, "params": fp8_params, "fast_gradients": fp8_fast_gradients}
         options |= {"first_layers_bf16": ends[0], "last_layers_bf16": ends[1]}
@@ -307,34 +309,79 @@ def _refuse_without(fp8: str | None, **options: bool) -> None:
     Raises:
         ValueError: naming the option.
     """
-    for name, value in options.items():
-        if value and fp8 is None:
-            raise ValueError(f"{name}={value!r} says what is in 8 bits, but fp8=None; give fp8='delayed', or {name}=False.")
+    for name, is_asked in options.items():
+        if is_asked and fp8 is None:
+            raise ValueError(f"{name} says what is in 8 bits, but fp8=None; give fp8='delayed', or leave out {name}.")
+
+
+def _both_ends(layers: int | tuple[int, int]) -> tuple[int, int]:
+    """Layers at the first and at the last end.
+
+    Raises:
+        ValueError: not one or two whole numbers.
+    """
+    ends = [layers] * 2 if isinstance(layers, int) else list(layers) if isinstance(layers, (tuple, list)) else []
+    if len(ends) != 2 or not all(isinstance(end, int) for end in ends):
+        raise ValueError(f"first_last_layers_bf16={layers!r} must be a whole number, or two: at the first and the last end.")
+    return ends[0], ends[1]
+
+
+RECIPES = {
+    "DelayedScaling": "delayed",
+    "Float8CurrentScaling": "current",
+    "Float8BlockScaling": "blockwise",
+    "MXFP8BlockScaling": "mxfp8",
+    "NVFP4BlockScaling": "nvfp4",
+}
+"""Transformer Engine's recipes, by the names that they have here."""
 
 
 def translated(plugin: TransformerEnginePrecision) -> dict[str, Any]:
     """The arguments that Lightning's Transformer Engine plugin comes down to.
 
     Raises:
-        ValueError: fp16 weights, a format or options that this strategy does not have.
+        ValueError: fp16 weights, a recipe or an option that this strategy does not have.
     """
     if plugin.weights_dtype != torch.bfloat16:
         raise ValueError(
             f"TransformerEnginePrecision with {plugin.weights_dtype} weights is not supported by MegatronStrategy: FP8 goes "
             f"with bf16. Use precision='transformer-engine', or MegatronPrecision('bf16-mixed', fp8='delayed')."
         )
+    given = {"fallback_compute_dtype": plugin.fallback_compute_dtype} if plugin.fallback_compute_dtype != torch.bfloat16 else {}
+    if plugin.replace_layers:  # it would make te.Linear of the user's nn.Linear, which this strategy would not shard
+        given["replace_layers"] = True
+    if given:
+        raise _no_counterpart(", ".join(f"{name}={value}" for name, value in given.items()))
     recipe: Any = plugin.recipe
-    names = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current", "Float8BlockScaling": "blockwise"}
-    names |= {"MXFP8BlockScaling": "mxfp8", "NVFP4BlockScaling": "nvfp4"}
-    name = names.get(type(recipe).__name__)
-    form = getattr(getattr(recipe, "fp8_format", None), "name", "HYBRID")
-    if name is None or (name in ("delayed", "current") and form != "HYBRID"):
-        raise ValueError(
-            f"TransformerEnginePrecision(recipe={type(recipe).__name__}, fp8_format={form}) has no counterpart in "
-            f"MegatronPrecision(fp8=...): gradients are in e5m2, the rest in e4m3. Use one of {', '.join(names.values())}."
-        )
-    margin = {"fp8_margin": int(recipe.margin)} if name == "delayed" else {}
-    return {"fp8": name, **margin}
+    name = RECIPES.get(type(recipe).__name__)
+    if name is None:
+        raise _no_counterpart(f"recipe={type(recipe).__name__}")
+    return {"fp8": name, **_recipe_options(recipe, is_delayed=name == "delayed")}
+
+
+def _recipe_options(recipe: Any, *, is_delayed: bool) -> dict[str, Any]:
+    """What differs from the recipe's defaults, as options of ``MegatronPrecision``."""
+    default, names = type(recipe)(), [field.name for field in dataclasses.fields(recipe) if not field.name.startswith("_")]
+    changed = {name: getattr(recipe, name) for name in names if getattr(recipe, name) != getattr(default, name)}
+    options: dict[str, Any] = {}
+    if changed.pop("fp8_dpa", False) | changed.pop("fp8_mha", False):
+        options["fp8_attention"] = True
+    if is_delayed:
+        same = {"margin": "fp8_margin", "amax_history_len": "fp8_history_steps"}
+        options |= {ours: int(changed.pop(theirs)) for theirs, ours in same.items() if theirs in changed}
+        if changed.get("amax_compute_algo") == "most_recent":
+            options["fp8_history_steps"] = 1
+            del changed["amax_compute_algo"]
+    if changed:
+        raise _no_counterpart(f"recipe={type(recipe).__name__}({', '.join(f'{name}={value}' for name, value in changed.items())})")
+    return options
+
+
+def _no_counterpart(what: str) -> ValueError:
+    return ValueError(
+        f"TransformerEnginePrecision({what}) has no counterpart under MegatronStrategy. Leave it out, or give "
+        f"plugins=[MegatronPrecision('bf16-mixed', fp8=...)] with one of {', '.join(RECIPES.values())}; see docs/precision.md."
+    )
 
 
 def _is_metric(module: nn.Module) -> bool:
