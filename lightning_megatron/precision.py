@@ -119,10 +119,10 @@ class MegatronPrecision(Precision):
             raise ValueError(f"loss_scale=... is for 16-mixed and 16-true; precision={precision!r} needs none.")
         self.scaler = (loss_scale or DynamicLossScale()) if in_fp16 else None
         self.finishers: dict[int, GradientFinisher] = {}
-        asked = {"fp8_head": fp8_head, "fp8_attention": fp8_attention, "fp8_params": fp8_params}
-        asked |= {"fp8_fast_gradients": fp8_fast_gradients, "first_last_layers_bf16": first_last_layers_bf16 != 0}
-        _refuse_without(fp8, **asked)
+        asked: dict[str, object] = {"fp8_head": fp8_head, "fp8_attention": fp8_attention, "fp8_params": fp8_params}
         ends = _both_ends(first_last_layers_bf16)
+        asked |= {"fp8_fast_gradients": fp8_fast_gradients, "first_last_layers_bf16": any(ends) and first_last_layers_bf16}
+        _refuse_without(fp8, **asked)
         options: dict[str, Any] = {"history_steps": fp8_history_steps, "margin": fp8_margin, "head": fp8_head}
         options |= {"attention": fp8_attention, "params": fp8_params, "fast_gradients": fp8_fast_gradients}
         options |= {"first_layers_bf16": ends[0], "last_layers_bf16": ends[1]}
@@ -303,15 +303,15 @@ def _chosen_scale(plugin: Precision) -> DynamicLossScale | None:
     return DynamicLossScale(init_scale, **factors, growth_interval=growth_interval, hysteresis=1)
 
 
-def _refuse_without(fp8: str | None, **options: bool) -> None:
+def _refuse_without(fp8: str | None, **options: object) -> None:
     """Refuse options that say what FP8 does where there is no FP8.
 
     Raises:
         ValueError: naming the option.
     """
-    for name, is_asked in options.items():
-        if is_asked and fp8 is None:
-            raise ValueError(f"{name} says what is in 8 bits, but fp8=None; give fp8='delayed', or leave out {name}.")
+    for name, value in options.items():
+        if value and fp8 is None:
+            raise ValueError(f"{name}={value!r} says what is in 8 bits, but fp8=None; give fp8='delayed', or leave out {name}.")
 
 
 def _both_ends(layers: int | tuple[int, int]) -> tuple[int, int]:
@@ -373,7 +373,8 @@ def _recipe_options(recipe: Any, *, is_delayed: bool) -> dict[str, Any]:
             options["fp8_history_steps"] = 1
             del changed["amax_compute_algo"]
     if changed:
-        raise _no_counterpart(f"recipe={type(recipe).__name__}({', '.join(f'{name}={value}' for name, value in changed.items())})")
+        shown = ", ".join(f"{name}={value}" for name, value in changed.items())
+        raise _no_counterpart(f"recipe={type(recipe).__name__}({shown})")
     return options
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader, TensorDataset
@@ -102,45 +101,6 @@ def test_a_format_that_the_chip_has_is_taken() -> None:
     for recipe in ("delayed", "current", "blockwise"):
         Fp8Options(recipe=recipe).check_chip((9, 0), "H200")
     Fp8Options(recipe="nvfp4").check_chip((10, 0), "B200")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"fp8": "fp9"}, "fp8='fp9' is unknown"),
-        ({"fp8": "delayed", "precision": "32-true"}, "fp8='delayed' goes with bf16-mixed or bf16-true"),
-        ({"fp8_attention": True}, "fp8_attention=True says what is in 8 bits, but fp8=None"),
-        ({"fp8_head": True}, "fp8_head=True says what is in 8 bits, but fp8=None"),
-        ({"fp8": "mxfp8", "fp8_attention": True}, "fp8_attention=True goes with fp8='delayed', 'current' or 'blockwise'"),
-        ({"fp8": "delayed", "first_last_layers_bf16": -1}, "first_layers_bf16=-1 must be 0 or more"),
-        ({"fp8": "delayed", "fp8_history_steps": 0}, "history_steps=0 must be 1 or more"),
-    ],
-)
-def test_options_that_cannot_work_are_refused_by_name(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        MegatronPrecision(**({"precision": "bf16-mixed"} | options))
-
-
-def lightnings_plugin(weights: torch.dtype, recipe: object) -> TransformerEnginePrecision:
-    plugin = TransformerEnginePrecision.__new__(TransformerEnginePrecision)  # its constructor needs the library
-    plugin.weights_dtype, plugin.recipe = weights, recipe  # type: ignore[assignment]
-    return plugin
-
-
-def test_lightnings_transformer_engine_precision_is_translated() -> None:
-    class DelayedScaling:
-        margin = 1
-
-    class Unheard:
-        pass
-
-    precision = MegatronPrecision.from_lightning(lightnings_plugin(torch.bfloat16, DelayedScaling()))
-    assert precision.precision == "bf16-mixed"
-    assert precision.fp8 == Fp8Options(margin=1)
-    with pytest.raises(ValueError, match="float16 weights is not supported"):
-        MegatronPrecision.from_lightning(lightnings_plugin(torch.float16, DelayedScaling()))
-    with pytest.raises(ValueError, match="recipe=Unheard"):
-        MegatronPrecision.from_lightning(lightnings_plugin(torch.bfloat16, Unheard()))
 
 
 # Layers
