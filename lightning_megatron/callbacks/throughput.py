@@ -1,15 +1,16 @@
 """``ThroughputMonitor``: tokens a second, TFLOP/s and their share of the GPU's peak.
 
 Note [Time without waiting]
-A window is some optimizer steps. At its ends the device's clock is noted by events in its stream, which are read one batch
-later: the host then waits for work that lies behind a batch that it has queued already, so the device never runs dry. On the
-host the clock is read as it is. Evaluation and checkpoints are left out: a window that one falls into begins anew after it.
+A window is some optimizer steps. At the end of each the device's clock is noted by an event in its stream, and those of a
+window are read one batch after it: the host then waits for work that lies behind a batch that it has queued already, so the
+device never runs dry. On the host the clock is read as it is. Evaluation, checkpoints and the time between epochs are left
+out: a window that one falls into goes on with the step after the next one, which may have to start workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.callbacks.ranks import counts_samples, gathered, log
+from lightning_megatron.micro_batch import MicroBatches, batch_size_of, open_container
 
 PEAKS: dict[str, float] = {
     "B200": 2250.0,
@@ -44,12 +46,27 @@ Count = Callable[[Any], tuple[int, int]]
 
 @dataclass
 class _Work:
-    """What a window has done, on this rank's replica."""
+    """What has been done, on this rank's replica."""
 
     samples: int = 0
     tokens: int = 0
     flops: float = 0.0
     steps: int = 0
+
+    def add(self, other: _Work) -> None:
+        """Count what another has done."""
+        self.samples += other.samples
+        self.tokens += other.tokens
+        self.flops += other.flops
+        self.steps += other.steps
+
+
+@dataclass
+class _Window:
+    """Some optimizer steps: what they have done, and the times between which they did it."""
+
+    work: _Work
+    spans: list[tuple[Any, Any]]
 
 
 class ThroughputMonitor(Callback):
@@ -62,7 +79,8 @@ class ThroughputMonitor(Callback):
     of batches without token ids, FLOPs of a model without ``config.flops_per_token``, the share of an unknown peak.
 
     Args:
-        interval_steps: optimizer steps in a window. The first step of a run, which compiles and allocates, is in none.
+        interval_steps: optimizer steps in a window. The first step of a run, which compiles and allocates, is in none, nor is
+            the first one after an evaluation, a checkpoint or the begin of an epoch.
         flops_per_token: of one token in training, or a function of the sequence's length; by default
             ``config.flops_per_token`` of the module or its model.
         peak_tflops: of one GPU; by default that of its bf16 products, dense, by the data sheet.
@@ -86,16 +104,21 @@ class ThroughputMonitor(Callback):
         self.interval_steps, self.peak_tflops = interval_steps, peak_tflops
         self._flops_per_token, self._count = flops_per_token, count or count_tokens
         self._clock: _Clock = _HostClock()
-        self._start: Any = None
-        self._work = _Work()
-        self._ended: tuple[Any, Any, _Work] | None = None  # start, end, work of a window whose time is not read yet
         self._step = 0
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._window = _Window(_Work(), [])
+        self._ended: _Window | None = None  # whose time is not read yet
+        self._start: Any = None  # where those steps begin that are in no span of the window yet
+        self._latest: Any = None  # where the latest of them ends
+        self._since = _Work()  # what has been done after that
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device = pl_module.device
         self._clock = _DeviceClock(device) if device.type == "cuda" else _HostClock()
-        self._start, self._ended, self._work = None, None, _Work()
+        self._begin_anew()
         self._step = trainer.global_step
         if self._flops_per_token is None:
             self._flops_per_token = _flops_of(pl_module)
@@ -116,34 +139,33 @@ class ThroughputMonitor(Callback):
         num_steps, self._step = trainer.global_step - self._step, trainer.global_step
         if not num_steps:
             return  # more batches of the same optimizer step are to come
+        now, since, self._since = self._clock.now(), self._since, _Work()
         if self._start is None:
-            self._begin()
+            self._start = now
             return
-        self._work.steps += num_steps
-        if self._work.steps >= self.interval_steps:
-            end = self._clock.now()
-            self._ended = self._start, end, self._work
-            self._start, self._work = end, _Work()
+        self._latest, since.steps = now, num_steps
+        self._window.work.add(since)
+        if self._window.work.steps >= self.interval_steps:
+            self._interrupt()
+            self._ended, self._window, self._start = self._window, _Window(_Work(), []), now
             if not self._clock.is_late:
                 self._report(trainer, pl_module)
 
-    def _begin(self) -> None:
-        self._start, self._work = self._clock.now(), _Work()
-
     def _add(self, batch: Any) -> None:
-        self._work.samples += _samples_in(batch)
+        self._since.samples += _samples_in(batch)
         tokens, length = self._count(batch)
-        self._work.tokens += tokens
+        self._since.tokens += tokens
         if tokens and self._flops_per_token is not None:
             per_token = self._flops_per_token
-            self._work.flops += tokens * (per_token(length) if callable(per_token) else per_token)
+            self._since.flops += tokens * (per_token(length) if callable(per_token) else per_token)
 
     def _report(self, trainer: Trainer, module: LightningModule) -> None:
         assert self._ended is not None
-        start, end, work = self._ended
+        work, spans = self._ended.work, self._ended.spans
         self._ended = None
         mine = float(counts_samples(trainer))
-        numbers = [self._clock.seconds(start, end), work.samples * mine, work.tokens * mine, work.flops * mine]
+        took = sum(self._clock.seconds(start, end) for start, end in spans)
+        numbers = [took, work.samples * mine, work.tokens * mine, work.flops * mine]
         everywhere = gathered(trainer, numbers)
         seconds = float(everywhere[:, 0].max())
         samples, tokens, flops = everywhere[:, 1:].sum(0).tolist()
@@ -159,8 +181,10 @@ class ThroughputMonitor(Callback):
         log(module, {f"throughput/{name}": value for name, value in values.items()}, shown=shown)
 
     def _interrupt(self) -> None:
-        """Begin anew after the next optimizer step."""
-        self._start = None
+        """Leave out what comes, until the end of the next optimizer step."""
+        if self._latest is not None:
+            self._window.spans.append((self._start, self._latest))
+        self._start, self._latest, self._since = None, None, _Work()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -214,19 +238,30 @@ def peak_of(name: str) -> float | None:
 
 
 def count_tokens(batch: Any) -> tuple[int, int]:
-    """Tokens in a batch, and the length of its sequences, by its first integer tensor ``[B, S]``; (0, 0) without one."""
-    if isinstance(batch, Mapping):
-        named = [batch[name] for name in ("tokens", "input_ids") if name in batch]
-        return count_tokens(named or list(batch.values()))
-    for tensor in [batch] if isinstance(batch, Tensor) else batch if isinstance(batch, (list, tuple)) else []:
-        if isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32):
-            return tensor.numel(), tensor.shape[1]
-    return 0, 0
+    """Tokens in a batch, and the length of its sequences, by its first integer tensor ``[B, S]``; (0, 0) without one.
+
+    In dicts and dataclasses those called ``tokens`` or ``input_ids`` go first.
+    """
+    if isinstance(batch, MicroBatches):
+        parts = [count_tokens(part) for part in batch]
+        tokens = sum(number for number, _ in parts)
+        return tokens, round(sum(number * length for number, length in parts) / max(tokens, 1))
+    if isinstance(batch, Tensor):
+        is_tokens = batch.dim() == 2 and batch.dtype in (torch.int64, torch.int32)
+        return (batch.numel(), batch.shape[1]) if is_tokens else (0, 0)
+    opened = open_container(batch)
+    if opened is None:
+        return 0, 0
+    fields = batch if isinstance(batch, Mapping) else vars(batch) if is_dataclass(batch) else {}
+    named = [fields[name] for name in ("tokens", "input_ids") if name in fields]
+    return next((found for found in map(count_tokens, named or opened.children) if found[0]), (0, 0))
 
 
 def _samples_in(batch: Any) -> int:
-    leaves = torch.utils._pytree.tree_leaves(batch)
-    return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
+    try:
+        return batch_size_of(batch)
+    except ValueError:
+        return 1  # nothing with a batch dim
 
 
 def _flops_of(module: LightningModule) -> Flops | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.callbacks import MemoryMonitor, ThroughputMonitor, memory, throughput
 from lightning_megatron.callbacks.throughput import count_tokens, peak_of
+from lightning_megatron.micro_batch import MicroBatches
 from lightning_megatron.models import GPTConfig, GPTModule
 from lightning_megatron.testing import run_distributed
 
@@ -25,7 +27,7 @@ CONFIG = GPTConfig(num_layers=2, hidden_size=16, ffn_hidden_size=16, num_heads=2
 
 @pytest.fixture(autouse=True)
 def seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the clock is a second after the one before."""
+    """Each look at the clock, at the end of a step, is a second after the one before."""
     ticks = count()
     monkeypatch.setattr(throughput, "perf_counter", lambda: float(next(ticks)))
 
@@ -57,7 +59,15 @@ class Module(GPTModule):
         self.seen.shown = {name for name in self.trainer.progress_bar_metrics if "/" in name}
 
 
-def fit(folder: Any, *monitors: Callback, samples: int, batch_size: int, layout: Any = None, **options: Any) -> Seen:
+def fit(
+    folder: Any,
+    *monitors: Callback,
+    samples: int,
+    batch_size: int,
+    layout: Any = None,
+    is_evaluated: bool = False,
+    **options: Any,
+) -> Seen:
     """Train under the monitors."""
     data = TensorDataset(torch.randint(20, (samples, S), generator=torch.Generator().manual_seed(0)))
     trainer = L.Trainer(
@@ -66,13 +76,15 @@ def fit(folder: Any, *monitors: Callback, samples: int, batch_size: int, layout:
         callbacks=list(monitors),
         logger=False,
         enable_progress_bar=False,
+        num_sanity_val_steps=0,
         enable_model_summary=False,
         log_every_n_steps=1,
         default_root_dir=folder,
         **{"enable_checkpointing": False, **options},
     )
     module = Module()
-    trainer.fit(module, DataLoader(data, batch_size, collate_fn=stacked))
+    loader = DataLoader(data, batch_size, collate_fn=stacked)
+    trainer.fit(module, loader, val_dataloaders=loader if is_evaluated else None)
     return module.seen
 
 
@@ -80,7 +92,8 @@ def stacked(rows: list[Any]) -> torch.Tensor:
     return torch.stack([tokens for (tokens,) in rows])
 
 
-def expected(samples: int, steps: int, *, num_seconds: int = 1, ranks: int = 1, peak: float = 2.0) -> dict[str, float]:
+def expected(samples: int, steps: int, *, ranks: int = 1, peak: float = 2.0) -> dict[str, float]:
+    num_seconds = steps
     tokens = samples * S
     tflops = tokens * CONFIG.flops_per_token(S) / 1e12 / num_seconds / ranks
     return {
@@ -146,6 +159,26 @@ def test_a_checkpoint_is_in_no_window(tmp_path: Any) -> None:
     assert len(list(Path(tmp_path).iterdir())) == 2
 
 
+@pytest.mark.parametrize("what", ["checkpoints", "evaluations", "epochs"])
+def test_a_window_goes_on_after_what_it_leaves_out(what: str, tmp_path: Any) -> None:
+    options: dict[str, Any] = {
+        "checkpoints": {"samples": 36, "enable_checkpointing": True},
+        "evaluations": {"samples": 36, "val_check_interval": 3, "is_evaluated": True},
+        "epochs": {"samples": 12, "max_epochs": 3},
+    }[what]
+    saving = [ModelCheckpoint(tmp_path, every_n_train_steps=3)] if what == "checkpoints" else []
+    seen = fit(tmp_path, ThroughputMonitor(3, peak_tflops=2.0), *saving, batch_size=4, **{"max_epochs": 1, **options})
+    # Steps 2, 3, 5 and 6, 8, 9: nobody knows when 1, 4 and 7 began.
+    assert_logged(seen, {5: expected(12, 3), 9: expected(12, 3)})
+
+
+def test_a_step_that_an_evaluation_falls_into_does_not_count(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 5, "is_evaluated": True, "max_epochs": 1}
+    seen = fit(tmp_path, ThroughputMonitor(2, peak_tflops=2.0), samples=40, batch_size=4, **options)
+    # Batches (3, 4); evaluation after 5; (5, 6) is left out; (7, 8), (9, 10).
+    assert_logged(seen, {8: expected(16, 2)})
+
+
 def test_flops_of_a_users_own_and_batches_without_tokens(tmp_path: Any) -> None:
     def own(batch: Any) -> tuple[int, int]:
         return 100, 10
@@ -160,9 +193,17 @@ def test_flops_of_a_users_own_and_batches_without_tokens(tmp_path: Any) -> None:
 
 
 def test_tokens_are_found_by_name_and_by_form() -> None:
+    @dataclass
+    class Batch:
+        mask: torch.Tensor
+        input_ids: torch.Tensor
+
     tokens, mask = torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)
     for batch in (tokens, {"mask": mask, "input_ids": tokens}, [torch.zeros(3, 5), tokens], (tokens, mask)):
         assert count_tokens(batch) == (15, 5)
+    for batch in (Batch(mask, tokens), UserDict(mask=mask, input_ids=tokens), ({"x": tokens}, mask), ["name", (tokens,)]):
+        assert count_tokens(batch) == (15, 5)
+    assert count_tokens(MicroBatches([tokens, torch.zeros(5, 9, dtype=torch.int64)])) == (60, 8)
     for batch in (torch.zeros(3, 5), {"x": torch.zeros(3)}, "text", None):
         assert count_tokens(batch) == (0, 0)
 
