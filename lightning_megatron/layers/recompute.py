@@ -62,7 +62,8 @@ class Recompute:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ValueError(f"Recompute(every={self.every}) must be 1 (every layer) or more.")
-        if not self.groups or not all(isinstance(name, str) and name for name in self.groups):
+        names = self.groups if isinstance(self.modules, Sequence) else ()
+        if not names or not all(isinstance(name, str) and name for name in names):
             raise ValueError(
                 f"recompute={self.modules!r} names no module; use {', '.join((*PRESETS, *NAMES))} or patterns such as "
                 f"'layers.*.mlp', or leave recompute=None."

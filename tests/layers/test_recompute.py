@@ -344,6 +344,12 @@ def test_a_name_that_no_module_has_is_refused(module: type[nn.Module], way: Any,
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
+@pytest.mark.parametrize("modules", [True, 3, "", [], ["norm", ""], ["norm", 2]], ids=str)
+def test_what_names_no_module_is_refused(modules: Any) -> None:
+    with pytest.raises(ValueError, match="names no module; use full, selective, layer"):
+        Recompute.of(modules)
+
+
 def test_every_must_be_positive() -> None:
     with pytest.raises(ValueError, match=r"every=0\) must be 1"):
         Recompute("full", every=0)
