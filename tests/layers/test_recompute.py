@@ -217,6 +217,22 @@ def test_a_model_of_plain_modules_trains_the_same(way: Any, autocast: bool) -> N
     assert after < before or way in (["layers.*.down"], ["norm"], ["layers.[01].norm"])  # a linear keeps its input anyway
 
 
+def test_what_lies_in_a_recomputed_module_runs_twice_and_not_more_often() -> None:
+    class Counting(nn.Linear):
+        num_forwards = 0
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.num_forwards += 1
+            return super().forward(hidden)
+
+    model = made(Stack)
+    for layer in model.layers:
+        layer.up = Counting(8, 16)
+    recompute(model, Recompute.of(["full", "layers.*.up", "norm"]))
+    outcome(model, INPUT)
+    assert [layer.up.num_forwards for layer in model.layers] == [2, 2, 2]
+
+
 def test_a_module_without_layers_is_named_by_pattern() -> None:
     model = made(Plain)
     expected = outcome(model, INPUT)
