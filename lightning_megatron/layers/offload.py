@@ -187,16 +187,23 @@ class _Block:
 
 
 class _Moved(Held):
-    """A view of a storage that has been moved."""
+    """A view of a storage that has been moved. torch does not look at versions where there are hooks."""
 
     def __init__(self, block: _Block, view: Tensor) -> None:
         super().__init__(None)
         self._block: _Block | None = block
         self._dtype, self._geometry = view.dtype, (view.storage_offset(), view.size(), view.stride())
+        self._version, self._counter = view._version, view.detach()
+        self._counter.data = view.new_empty(0)  # the view's count of changes, without its memory
 
     def get(self) -> Tensor:
         """The tensor, on the device."""
         assert self._block is not None, "a saved tensor was let go before its last use"
+        if self._counter._version != self._version:
+            raise RuntimeError(
+                f"a tensor {list(self._geometry[1])} that the backward of an offloaded layer needs has been changed in place "
+                f"since it was saved: it is at version {self._counter._version} instead of {self._version}."
+            )
         data = self._block.get()
         tensor = torch.empty(0, dtype=self._dtype, device=data.device)
         if self.is_used_once:

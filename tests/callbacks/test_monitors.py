@@ -21,7 +21,7 @@ from lightning_megatron.micro_batch import MicroBatches
 from lightning_megatron.models import GPTConfig, GPTModule
 from lightning_megatron.testing import run_distributed
 
-S = 6
+S = 8
 CONFIG = GPTConfig(num_layers=2, hidden_size=16, ffn_hidden_size=16, num_heads=2, vocab_size=20, max_seq_len=S)
 
 
@@ -132,7 +132,9 @@ def test_accumulated_and_short_batches_count_as_what_they_hold(tmp_path: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "replicas"), [({"pp": 2}, 4, 2), ({"tp": 2}, 2, 1), ({"pp": 2, "vpp": 1, "tp": 2}, 4, 1)], ids=str
+    ("layout", "ranks", "replicas"),
+    [({"pp": 2}, 4, 2), ({"tp": 2}, 2, 1), ({"cp": 2}, 2, 1), ({"pp": 2, "tp": 2}, 4, 1)],
+    ids=str,
 )
 def test_every_rank_logs_what_all_replicas_have_done(layout: dict[str, int], ranks: int, replicas: int, tmp_path: Any) -> None:
     def run() -> Seen:
@@ -247,6 +249,12 @@ def test_memory_is_the_largest_of_any_rank(tmp_path: Any, monkeypatch: pytest.Mo
             }
         assert seen.shown == {"memory/peak_allocated_gib"}
         assert per_rank[1] == {"peak_allocated_gib": 31.0, "num_alloc_retries": 0.0}
+
+
+def test_memory_is_read_when_an_optimizer_step_has_ended(tmp_path: Any) -> None:
+    seen = fit(tmp_path, MemoryMonitor(2), samples=40, batch_size=4, max_epochs=1, accumulate_grad_batches=2)
+    assert list(seen.logged) == [2, 4, 8]
+    assert set(seen.by_loggers) == {"memory/peak_resident_gib"}
 
 
 def test_memory_of_the_host_is_that_of_the_process() -> None:

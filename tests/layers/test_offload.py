@@ -17,7 +17,7 @@ from lightning_megatron.layers.recompute import Recompute, recompute
 from lightning_megatron.models import GPT
 from lightning_megatron.pipeline.backward_split import SplitBackward
 from lightning_megatron.testing import run_distributed
-from tests.layers.test_recompute import INPUT, LLAMA, Plain, Stack, assert_same_bits, kept_by, made, outcome, tokens
+from tests.layers.test_recompute import INPUT, LLAMA, Block, Plain, Stack, assert_same_bits, kept_by, made, outcome, tokens
 from tests.parity.harness import GPT2_TIED, Outcome, strategy_run
 
 CPU = torch.device("cpu")
@@ -107,6 +107,32 @@ def test_parameters_and_evaluation_stay() -> None:
     weights = {param.data_ptr() for param in model.parameters()}
     assert moved
     assert not weights & {data.data_ptr() for data in moved}
+
+
+def test_a_change_in_place_is_found() -> None:
+    class Changing(Block):
+        def forward(self, hidden: Tensor, scale: Tensor | None = None) -> Tensor:
+            up = self.up(hidden)
+            result = self.down(up)
+            up.zero_()
+            return result
+
+    model = made(Stack)
+    model.layers[1] = Changing()
+    moving(model)
+    with pytest.raises(RuntimeError, match="changed in place since it was saved: it is at version 1 instead of 0"):
+        outcome(model, INPUT)
+
+
+def test_small_storages_and_indices_stay() -> None:
+    transfer = Logged()
+    offloading = ActivationOffload(CPU, transfer=transfer, min_bytes=64)
+    with offloading.saving(nn.Module()):
+        for tensor in (torch.zeros(15), torch.zeros(100, dtype=torch.int64)):
+            assert offloading.keep(tensor).get() is tensor
+        assert not transfer.log
+        assert offloading.keep(torch.zeros(16)).get().shape == (16,)
+    assert transfer.of("out") == [0]
 
 
 def test_a_module_without_layers_is_refused() -> None:
