@@ -172,6 +172,19 @@ def test_other_shapes_and_evaluation_run_without_graphs() -> None:
     assert_same(graphed, eager)
 
 
+def test_packed_rows_run_without_graphs() -> None:
+    (eager, _), (graphed, (graphs,)) = opened(LLAMA_GQA, graphs=False), opened(LLAMA_GQA, graphs=True)
+    for step in range(WARM_UP + 1):
+        assert backward(graphed, step) == backward(eager, step)
+    tokens = torch.arange(SEQUENCE)[None]
+    packed = {"labels": tokens, "cu_seqlens": torch.tensor([[0, SEQUENCE // 2, SEQUENCE]])}
+    expected = eager(tokens, **packed)
+    with pytest.warns(UserWarning, match="rows hold several documents"):
+        losses = graphed(tokens, **packed)
+    assert torch.equal(losses, expected)
+    assert graphs.num_replayed == 1
+
+
 def test_a_second_forward_before_the_backward_runs_without_graphs() -> None:
     (eager, _), (graphed, (graphs,)) = opened(LLAMA_GQA, graphs=False), opened(LLAMA_GQA, graphs=True)
     for step in range(WARM_UP + 1):
