@@ -143,12 +143,18 @@ def test_a_module_without_layers_is_refused() -> None:
 @pytest.mark.parametrize("options", [{}, {"schedule": "zbh1"}, {"recompute": "selective"}], ids=str)
 def test_a_pipeline_trains_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_file, "MIN_BYTES", 1)
-    monkeypatch.setattr(offload_file, "PassThrough", Logged)
+    logs: list[Logged] = []
+    monkeypatch.setattr(offload_file, "PassThrough", lambda: logs.append(Logged()) or logs[-1])
     layout = {"pp": 2, "micro_batch_size": 4, **options}
 
     def step(**offloads: bool) -> Outcome:
         return strategy_run(GPT2_TIED, {**layout, **offloads}, optimizer="sgd", precision="32-true", steps=1)
 
-    for plain, moved in run_distributed(lambda: (step(), step(offload_activations=True)), 2):
+    def steps() -> tuple[Outcome, Outcome, list[int]]:
+        return step(), step(offload_activations=True), [len(each.of("back")) for each in logs]
+
+    for plain, moved, nums in run_distributed(steps, 2):
+        assert len(nums) == 1
+        assert nums[0] > 0
         assert plain.losses == moved.losses
         assert_same_bits(moved.final, plain.final)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import inf, log2, nan
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, Te
 from lightning_megatron.layers.te_backend.scales import LARGEST, SPACING, own_factor
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPT, GPTConfig
+from lightning_megatron.precision import MegatronPrecision
 
 
 @pytest.mark.parametrize("dtype", LARGEST)
@@ -88,3 +91,28 @@ def test_used_weights_that_changed_are_made_ahead_and_not_again_in_the_forward()
     backend.scales.weights_changed()
     make_weights(model, [unused.weight])
     assert operations.num_weights == 2  # another optimizer's
+
+
+def test_weights_that_change_between_two_runs_are_rounded_anew() -> None:
+    config = GPTConfig(num_layers=1, hidden_size=32, num_heads=2, ffn_hidden_size=32, vocab_size=32, max_seq_len=16)
+
+    def opened() -> tuple[GPT, Callable[[], None]]:
+        options = Fp8Options(recipe="current")
+        backend = TeBackend(PlainOperations(options), options)
+        assert backend.scales is not None
+        precision = MegatronPrecision("bf16-mixed", fp8="current")
+        model = GPT(config, seed=5, backend=backend)
+        return model, partial(precision.use_scales, [backend.scales], torch.clone, torch.device("cpu"))
+
+    (model, begin), (other, begin_other) = opened(), opened()
+    tokens = torch.arange(16)[None]
+    begin()
+    before = model(tokens).detach()
+    with torch.no_grad():
+        for param in model.layers.parameters():
+            param.data.mul_(1.5)  # as a flat buffer is written: no count of changes shows it
+    begin()
+    other.load_state_dict(model.state_dict())
+    begin_other()
+    assert torch.equal(model(tokens), other(tokens))
+    assert not torch.equal(model(tokens), before)
