@@ -347,11 +347,10 @@ def translated(plugin: TransformerEnginePrecision) -> dict[str, Any]:
             f"TransformerEnginePrecision with {plugin.weights_dtype} weights is not supported by MegatronStrategy: FP8 goes "
             f"with bf16. Use precision='transformer-engine', or MegatronPrecision('bf16-mixed', fp8='delayed')."
         )
-    given = {"fallback_compute_dtype": plugin.fallback_compute_dtype} if plugin.fallback_compute_dtype != torch.bfloat16 else {}
+    if plugin.fallback_compute_dtype != torch.bfloat16:
+        raise _no_counterpart(f"fallback_compute_dtype={plugin.fallback_compute_dtype}")
     if plugin.replace_layers:  # it would make te.Linear of the user's nn.Linear, which this strategy would not shard
-        given["replace_layers"] = True
-    if given:
-        raise _no_counterpart(", ".join(f"{name}={value}" for name, value in given.items()))
+        raise _no_counterpart("replace_layers=True")
     recipe: Any = plugin.recipe
     name = RECIPES.get(type(recipe).__name__)
     if name is None:
