@@ -9,6 +9,7 @@ frees an output when it has been sent, and for one that keeps outputs until thei
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -88,6 +89,7 @@ def measure(name: str, num_ranks: int, stages: int, *, keep: bool) -> tuple[int,
 
 def main() -> None:
     """Print a line a schedule and rank."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group("cpu:gloo,cuda:nccl")
     num_ranks = dist.get_world_size()

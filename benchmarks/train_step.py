@@ -221,7 +221,7 @@ def _monitors(options: argparse.Namespace) -> list[Callback]:
 
 def measure_peer(options: argparse.Namespace) -> dict[str, Any]:
     """Run the peer's script on the same shape, layout and steps, one process a GPU."""
-    world = options.tp * options.pp * options.cp
+    world = int(os.environ.get("WORLD_SIZE", "1"))  # data parallelism too
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", "29655"]
     command.append(options.vs_megatron)
     for name in ("shape", "tp", "pp", "vpp", "cp", "seq", "mbs", "gbs", "steps", "warmup"):
@@ -244,7 +244,7 @@ def main() -> None:
     sizes = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "seq": 8192, "mbs": 1, "gbs": 8, "steps": 8, "warmup": 3}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--fp8", default="", help="delayed, current, blockwise")
+    parser.add_argument("--fp8", default="", help="delayed, current, blockwise, mxfp8, nvfp4")
     parser.add_argument("--fp8-head", action="store_true", help="the vocabulary head in 8 bits as well, which the peer has not")
     parser.add_argument("--fp8-attention", action="store_true", help="attention in 8 bits as well")
     parser.add_argument("--fp8-params", action="store_true", help="parameters in 8 bits")

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_megatron import MegatronPrecision, MegatronStrategy
+from lightning_megatron import MegatronPrecision, MegatronStrategy, Recompute
+from lightning_megatron.layers.te_backend import Fp8Options
 from lightning_megatron.models.gpt_module import GPTModule
 from lightning_megatron.testing import run_distributed
 
@@ -67,6 +68,26 @@ def test_typed_options_reach_the_strategy(tmp_path: Path) -> None:
     assert strategy._optimizer_config.bucket_mb == 7
     assert isinstance(strategy.precision_plugin, MegatronPrecision)
     assert strategy.precision_plugin.precision == "bf16-mixed"
+
+
+def test_options_of_activations_products_and_precision_reach_the_strategy() -> None:
+    options = {"recompute": "[mlp,norm]", "offload_activations": "true", "compile_pointwise": "true", "tp_overlap": "2"}
+    options |= {"attention_kernel": "math", "gc_interval_steps": "7", "tune_products": "products.json"}
+    precision = {"precision": "bf16-mixed", "fp8": "current", "first_last_layers_bf16": "[1,2]", "fp8_attention": "true"}
+    args = [f"--trainer.strategy={CLASS}", *(f"--trainer.strategy.{name}={value}" for name, value in options.items())]
+    args += ["--trainer.plugins=lightning_megatron.MegatronPrecision"]
+    strategy = parsed("--trainer.devices=1", *args, *(f"--trainer.plugins.{name}={value}" for name, value in precision.items()))
+    assert strategy._activations == {"recomputed": Recompute(["mlp", "norm"]), "offloads": True, "graphs": False}
+    assert strategy._wanted_backend == {"name": "auto", "compiles": True, "attention_kernel": "math"}
+    assert (strategy._tune_products, strategy.parallelism.tp_overlap, strategy._garbage._interval) == ("products.json", 2, 7)
+    ends = {"first_layers_bf16": 1, "last_layers_bf16": 2}
+    assert strategy.precision_plugin.fp8 == Fp8Options(recipe="current", attention=True, **ends)
+
+
+def test_a_recompute_of_every_second_layer_is_given_by_its_class() -> None:
+    every = ["--trainer.strategy.recompute=lightning_megatron.Recompute", "--trainer.strategy.recompute.every=2"]
+    strategy = parsed("--trainer.devices=1", f"--trainer.strategy={CLASS}", *every)
+    assert strategy._activations["recomputed"] == Recompute("full", every=2)
 
 
 @pytest.mark.parametrize(

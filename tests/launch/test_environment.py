@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import lightning as L
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.models import GPTConfig, GPTModule
 from lightning_megatron.parallelism import Parallelism
+from lightning_megatron.strategy import strategy
 from lightning_megatron.strategy.environment import apply, set_environment, settings_for
+from lightning_megatron.testing import run_distributed
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 CONNECTIONS, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"
@@ -78,3 +86,17 @@ def test_a_run_on_the_host_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     before = dict(os.environ)
     assert set_environment(Parallelism(), torch.device("cpu")) is None
     assert dict(os.environ) == before
+
+
+def test_a_run_says_once_what_was_set(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(strategy, "set_environment", lambda parallelism, device: f"environment: for tp={parallelism.tp}.")
+
+    def run() -> None:
+        quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = L.Trainer(strategy=MegatronStrategy(tp=2), accelerator="cpu", devices=2, fast_dev_run=1, **quiet)
+        tokens: Any = torch.zeros(2, 8, dtype=torch.int64)
+        config = GPTConfig(num_layers=1, hidden_size=16, num_heads=2, ffn_hidden_size=16, vocab_size=20, max_seq_len=8)
+        trainer.fit(GPTModule(config), DataLoader(tokens, 2))
+
+    run_distributed(run, 2)
+    assert capfd.readouterr().out.count("environment: for tp=2.") == 1
