@@ -30,7 +30,7 @@ def add(module: nn.Module, name: str, sharding: ParamSharding, dtype: torch.dtyp
 
 
 class Layer(nn.Module):
-    """Three boxes with a replicated middle one, a row-parallel matrix, a vector, a 0-dim parameter and buffers."""
+    """Three boxes with a replicated middle one, a row-parallel matrix, experts, a vector, a 0-dim parameter and buffers."""
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
@@ -40,6 +40,9 @@ class Layer(nn.Module):
         v = Box((12 + rank * 4 // tp, 0), (4 // tp, HIDDEN))
         add(self, "qkv", ParamSharding((16, HIDDEN), (q, k, v)), dtype)
         add(self, "out", ParamSharding((HIDDEN, 8), (Box((0, rank * 8 // tp), (HIDDEN, 8 // tp)),)), dtype)
+        ep = mesh["ep"]
+        own = Box((ep.rank * 12 // ep.size, 0), (12 // ep.size, 5))  # of four experts, three rows each
+        add(self, "experts", ParamSharding((12, 5), (own,), expert=True), dtype)
         add(self, "norm", replicated((HIDDEN,)), dtype)
         add(self, "gain", replicated(()), dtype)
         self.register_buffer("running", torch.zeros(3))

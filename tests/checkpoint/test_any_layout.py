@@ -28,6 +28,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "pp2 tp2": (4, {"pp": 2, "tp": 2}),
     "pp2 vpp2 dp2": (4, {"pp": 2, "vpp": 2}),
     "pp4": (4, {"pp": 4}),
+    "ep2 dp4": (4, {"ep": 2}),
+    "tp2 ep4": (4, {"tp": 2, "ep": 4}),
+    "pp2 ep2": (4, {"pp": 2, "ep": 2}),
 }
 PAIRS = [
     ("one", "one"),
@@ -42,6 +45,10 @@ PAIRS = [
     ("pp2 vpp2 dp2", "one"),
     ("one", "pp4"),
     ("pp4", "dp3"),
+    ("dp3", "ep2 dp4"),
+    ("ep2 dp4", "tp2 ep4"),
+    ("tp2 ep4", "pp2 ep2"),
+    ("pp2 ep2", "one"),
 ]
 
 
@@ -160,7 +167,8 @@ def step(job: Any, number: int) -> None:
     for name, param in job.module.named_parameters():
         sharding = sharding_of(param)
         gradient = sharding.cut(make_gradient(name, number, sharding.global_shape), tuple(param.shape))
-        gradient = gradient / job.mesh.dp_cp.size / (2 if sharding.tied else 1)  # both ends' gradients are summed
+        sharers = job.mesh["edp"] if sharding.expert else job.mesh.dp_cp
+        gradient = gradient / sharers.size / (2 if sharding.tied else 1)  # both ends' gradients are summed
         (param * gradient.to(param.dtype)).sum().backward()
     job.optimizer.reduce_gradients()
     job.optimizer.finish_gradients(num_tokens=None)
@@ -180,14 +188,14 @@ def test_training_goes_on_at_another_layout_as_if_it_had_never_stopped(make: Any
     expected = {name: param.detach().clone() for name, param in whole.module.named_parameters()}
 
     def begin() -> None:
-        job = make({"tp": 2})
+        job = make({"tp": 2, "ep": 4})
         job.fill(states=False)
         for number in range(2):
             step(job, number)
         save(tmp_path / "a.ckpt", module=job.module, optimizers=[job.optimizer], meta={}, mesh=job.mesh)
 
     def go_on() -> None:
-        job = make({"pp": 2})
+        job = make({"pp": 2, "ep": 2})
         load(tmp_path / "a.ckpt", module=job.module, optimizers=[job.optimizer], mesh=job.mesh)
         for number in range(2, 4):
             step(job, number)
