@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The rows of docs/performance.md: each trains a shape through the Trainer and then runs the peer's script, in one call.
-# About 85 seconds a row on an H200, 20 less where LOGS/products.json has the products' choices already. Main values are fp32,
+# About 85 seconds a row on an H200, 15 less where LOGS/products.json has the products' choices already. Main values are fp32,
 # kept as the parameter and a 16-bit remainder (the same bits) where parameters have 16 bits.
 #
 #   bash benchmarks/against_megatron.sh PEER_SCRIPT FOLDER_FOR_LOGS [row...]

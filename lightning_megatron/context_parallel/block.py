@@ -16,7 +16,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_megatron.context_parallel.flash import FlashCalls, PackageFlash, TorchFlash, flash_backward, flash_forward
+from lightning_megatron.context_parallel.flash import (
+    FlashCalls,
+    PackageFlash,
+    TorchFlash,
+    flash_backward,
+    flash_forward,
+    insists_on_order,
+)
 from lightning_megatron.context_parallel.tiles import Tile
 
 Kernel = Literal["auto", "math", "flash", "flash_attn", "cudnn"]
@@ -101,7 +108,7 @@ class BlockAttention:
 def _suits_cudnn(q: Tensor, k: Tensor) -> bool:
     """Whether cuDNN is the faster: on Hopper and later, at lengths that it does not have to plan anew for each time."""
     suits = all(length >= 1024 and length % 128 == 0 for length in (q.shape[0], k.shape[0]))
-    suits = suits and not torch.are_deterministic_algorithms_enabled()
+    suits = suits and not insists_on_order()
     return suits and torch.cuda.get_device_capability(q.device) >= (9, 0)
 
 

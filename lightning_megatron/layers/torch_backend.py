@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_megatron.context_parallel.block import Kernel
-from lightning_megatron.context_parallel.flash import flash_attn_interface
+from lightning_megatron.context_parallel.flash import flash_attn_interface, insists_on_order
 from lightning_megatron.kernels import runs_on
 from lightning_megatron.layers.backend import Activation, NormSpec
 from lightning_megatron.layers.core_attention import CoreAttention
@@ -140,8 +140,8 @@ class CausalAttention(nn.Module):
         if self.kernel != "flash_attn":
             return _sdpa(q, k, v, dropout, self.kernel).permute(2, 0, 1, 3).flatten(2)
         rows = (tensor.transpose(0, 1) for tensor in (q, k, v))
-        attend, is_ordered = flash_attn_interface().flash_attn_func, torch.are_deterministic_algorithms_enabled()
-        attended: Tensor = attend(*rows, dropout_p=dropout, causal=True, deterministic=is_ordered)
+        attend = flash_attn_interface().flash_attn_func
+        attended: Tensor = attend(*rows, dropout_p=dropout, causal=True, deterministic=insists_on_order())
         return attended.transpose(0, 1).flatten(2)
 
     def extra_repr(self) -> str:
@@ -176,7 +176,7 @@ def _fastest(q: Tensor, dropout: float) -> AbstractContextManager[Any]:
     Their backward sums in another order each time, flash's does not where ``torch.use_deterministic_algorithms`` insists.
     """
     narrow, tokens = q.dtype in (torch.float16, torch.bfloat16), q.shape[2]
-    if q.is_cuda and narrow and torch.are_deterministic_algorithms_enabled():
+    if q.is_cuda and narrow and insists_on_order():
         repeatable: AbstractContextManager[Any] = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True)
         return repeatable
     worth = narrow and tokens >= _CUDNN_TOKENS and tokens % _CUDNN_MULTIPLE == 0 and dropout == 0.0

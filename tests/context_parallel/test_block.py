@@ -17,8 +17,10 @@ from lightning_megatron.context_parallel.block import BlockAttention
 from lightning_megatron.context_parallel.flash import PackageFlash, flash_backward, flash_forward
 from lightning_megatron.context_parallel.tiles import Lengths, Tile
 from lightning_megatron.layers.choice import choose_backend
+from lightning_megatron.layers.sequence import SequenceContext
 from lightning_megatron.layers.te_backend import Fp8Options
-from lightning_megatron.layers.torch_backend import TorchBackend
+from lightning_megatron.layers.torch_backend import CausalAttention, TorchBackend
+from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPT, GPTConfig
 
 NAME = "flash_attn.flash_attn_interface"
@@ -187,6 +189,20 @@ def test_a_model_attends_by_the_package(package: Package) -> None:
         found.append([loss, *(param.grad for param in model.parameters())])
     assert_close(found[1], found[0])
     assert package.calls == ["func", "func"]
+
+
+@pytest.mark.parametrize(("mode", "insists"), [("default", False), ("warn", False), ("error", True)])
+def test_order_is_asked_for_only_where_torch_insists(package: Package, mode: str, insists: bool) -> None:
+    before = torch.get_deterministic_debug_mode()
+    try:
+        torch.set_deterministic_debug_mode(mode)
+        q = torch.randn(4, 1, 2, 8)
+        attend, asked = package.flash_attn_func, []
+        package.flash_attn_func = lambda *args, **kwargs: asked.append(kwargs["deterministic"]) or attend(*args, **kwargs)
+        CausalAttention(dropout=0.0, mesh=Mesh(), kernel="flash_attn")(q, q, q, SequenceContext(4, 4))
+    finally:
+        torch.set_deterministic_debug_mode(before)
+    assert asked == [insists]
 
 
 def test_a_kernel_that_cannot_run_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
