@@ -39,25 +39,20 @@ _LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program works on, and in which order they start.
+    """What one program works on.
 
-    Args:
-        tokens, features: of a program.
-        warps: of a program.
-        in_strips: programs of the same 128 tokens start one after the other, so that rows are read from end to end and what
-            is written across fills lines of 128 bytes; otherwise those of the same features.
+    Programs of the same 128 tokens start one after the other, so that rows are read from end to end and what is written across
+    fills lines of 128 bytes.
     """
 
     tokens: int
     features: int
     warps: int
-    in_strips: bool = True
 
     def grid(self, num: int, size: int, mode: int) -> tuple[int, int, int]:
         """How many programs there are for ``[num, size]``; fewer of those that check, which mostly leave at once."""
-        blocks, columns = num // self.tokens, size // self.features
-        beside = _MULTIPLE // self.tokens if self.in_strips else blocks
-        return beside, min(columns, _CHECKING) if mode == CHECK else columns, blocks // beside
+        columns, beside = size // self.features, _MULTIPLE // self.tokens
+        return beside, min(columns, _CHECKING) if mode == CHECK else columns, num // _MULTIPLE
 
 
 ROUND = Tile(64, 128, 8)

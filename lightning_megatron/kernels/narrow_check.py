@@ -17,8 +17,8 @@ from lightning_megatron.kernels.swiglu_narrow import swiglu_backward_narrow, swi
 def are_right(device: torch.device) -> bool:
     """Whether the kernels, as this machine compiles them, write the right numbers, in both forms. Waits for the device."""
     generator = torch.Generator(device).manual_seed(0)
-    gate_up = torch.randn(256, 512, device=device, dtype=torch.bfloat16, generator=generator)
-    grad, gain = gate_up[:, :256].contiguous(), gate_up[0, :256].contiguous()
+    gate_up = torch.randn(256, 1024, device=device, dtype=torch.bfloat16, generator=generator)
+    grad, gain = gate_up[:, :512].contiguous(), gate_up[0, :512].contiguous()  # as wide as the widest tile
     wide = gate_up.float().requires_grad_()
     with torch.enable_grad():
         gate, up = wide.chunk(2, dim=-1)

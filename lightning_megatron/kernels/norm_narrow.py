@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightning_megatron.kernels.narrow import Factor, Narrow, Tile, _factor, _pair, _rounded, _store_across, narrowed
 
-# Two programs a multiprocessor by their registers, so that the 256 of 8192 tokens run at once.
-ADDING, ALONE = Tile(32, 256, 8), Tile(32, 512, 8)
+# Two programs a multiprocessor by their registers, so that the 256 of 8192 tokens run at once. By times on an H200, of
+# [8192, 4096]: the fastest of seven alone, and within 0.4 % of it with the addition.
+ADDING, ALONE = Tile(32, 512, 4), Tile(32, 512, 8)
 
 
 def add_rms_norm_narrow(
