@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,15 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.kernels.products import TorchProducts, TunedProducts, current_products, products_of, set_products
+from lightning_megatron.kernels import gated_product
+from lightning_megatron.kernels.products import (
+    TorchProducts,
+    TunedProducts,
+    current_products,
+    products_of,
+    set_products,
+    way_key,
+)
 from lightning_megatron.tensor_parallel.product import add_weight_gradient, input_gradient, product, put_weight_gradient
 
 
@@ -111,3 +120,183 @@ def test_the_fastest_is_found_once_by_a_product_that_is_not_added_and_kept(
     other = tuned(other_library, path, monkeypatch)
     other.multiply(a, b, out, transpose_b=True)
     assert other_library.ran == [(2, False)]
+
+
+# SwiGLU in the product
+
+
+class Multiplying(Library):
+    """Whose products are right, and none of which is refused."""
+
+    times = (4.0, 3.0, 1.0, 1.02)
+
+    def Product(self, *args: Any, transpose_a: bool, transpose_b: bool, **kwargs: Any) -> Any:
+        made = super().Product()
+
+        def run(a: Tensor, b: Tensor, out: Tensor, *, algorithm: int, accumulate: bool, **kwargs: Any) -> None:
+            made.run(algorithm=algorithm, accumulate=accumulate)
+            out.copy_((a.t() if transpose_a else a) @ (b.t() if transpose_b else b))
+
+        return SimpleNamespace(num_algorithms=4, run=run)
+
+
+class Ways:
+    """Two ways to a result, the time that each takes, and what has run; one may be refused."""
+
+    def __init__(self, *times: float | None) -> None:
+        self.times, self.ran = times, list[int]()
+
+    @property
+    def calls(self) -> tuple[Callable[[], int], ...]:
+        return tuple(lambda way=way: self.run(way) for way in range(len(self.times)))
+
+    def run(self, way: int) -> int:
+        self.ran.append(way)
+        if self.times[way] is None:
+            raise RuntimeError("refused")
+        return way
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from lightning_megatron.kernels import products
+
+        def seconds(run: Callable[[int], Any], algorithm: int, repeats: int) -> float:
+            run(algorithm)
+            return self.times[algorithm] or 0.0
+
+        monkeypatch.setattr(products, "_seconds", seconds)
+
+
+@pytest.mark.parametrize(("times", "best"), [((2.0, 1.0), 1), ((1.0, 2.0), 0), ((1.0, 0.99), 0), ((2.0, None), 0)], ids=str)
+def test_the_faster_way_is_found_once_and_kept_in_the_file(
+    times: tuple[float | None, ...], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, ways, sizes = tmp_path / "products.json", Ways(*times), (4, 8, 6, 8)
+    one = tuned(Library(), path, monkeypatch)
+    ways.patch(monkeypatch)
+    assert one._way("gated forward", sizes, ways.calls) == best
+    assert ways.ran[0] == 0  # so that its own products are not timed while it is
+    assert set(ways.ran) == {0, 1}
+    assert json.loads(path.read_text()) == {"a GPU, cuBLASLt 1": {way_key("gated forward", (4, 8, 6, 8)): best}}
+    ways.ran.clear()
+    other = tuned(Library(), path, monkeypatch)
+    ways.patch(monkeypatch)
+    for products in (one, other):
+        assert products._way("gated forward", sizes, ways.calls) == best
+    assert not ways.ran
+    assert one._way("gated gradient", sizes, ways.calls) == one._way("gated forward", (8, 8, 6, 8), ways.calls) == best
+    assert len(one.chosen) == 3
+
+
+def test_nothing_is_timed_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, ways = tmp_path / "products.json", Ways(2.0, 1.0)
+    products = tuned(Library(), path, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr("lightning_megatron.kernels.products._seconds", lambda *_: pytest.fail("timed"))
+    assert products._way("gated forward", (4, 8, 6, 8), ways.calls) == 0
+    assert not products.chosen
+    assert not path.exists()
+    assert not ways.ran  # what runs here is recorded, and would run in each replay
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ways.patch(monkeypatch)
+    assert products._way("gated forward", (4, 8, 6, 8), ways.calls) == 1
+
+
+def gated_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that run on the host, which ``TunedProducts`` believes to be a Hopper GPU; names of those that run."""
+    plain, ran = TorchProducts(), list[str]()
+
+    def forward(x: Tensor, gate_up: Tensor, both: Tensor, activated: Tensor) -> None:
+        ran.append("forward")
+        for out, value in zip((both, activated), plain.forward_gated(x, gate_up), strict=True):
+            out.copy_(value)
+
+    def backward(grad: Tensor, down: Tensor, both: Tensor, of_both: Tensor) -> None:
+        ran.append("gradient")
+        of_both.copy_(plain.gradient_gated(grad, down, both))
+
+    def input_gradient(grad: Tensor, weight: Tensor, out: Tensor) -> None:
+        ran.append("input")
+        out.copy_(plain.input_gradient(grad, weight))
+
+    monkeypatch.setattr(gated_product, "input_gradient", input_gradient)
+    monkeypatch.setattr(gated_product, "gated_forward", forward)
+    monkeypatch.setattr(gated_product, "gated_backward", backward)
+    monkeypatch.setattr(gated_product, "fits", lambda rows, weight, columns: columns == 6 and weight.is_contiguous())
+    monkeypatch.setattr(TunedProducts, "_takes", lambda self, *matrices: all(m.is_contiguous() for m in matrices))
+    return ran
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 2, 8)], ids=str)
+@pytest.mark.parametrize(("times", "way"), [((2.0, 1.0), 1), ((1.0, 2.0), 0)], ids=["together", "apart"])
+def test_tuned_products_do_swiglu_in_the_faster_way(
+    times: tuple[float, ...], way: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products, ran = tuned(Multiplying(), None, monkeypatch), gated_kernels(monkeypatch)
+    inside: list[bool] = []
+
+    def seconds(run: Callable[[int], Any], algorithm: int, repeats: int) -> float:
+        assert not inside, "a product is timed while a way that uses it is"
+        inside.append(True)
+        run(algorithm)
+        inside.pop()
+        return (*times, 9.0, 9.0)[algorithm]
+
+    monkeypatch.setattr("lightning_megatron.kernels.products._seconds", seconds)
+    x, grad, above, down = torch.randn(shape), torch.randn(shape), torch.randn(12, 8), torch.randn(8, 6)
+    assert products.gates(x, above)
+    plain, result = TorchProducts(), products.forward_gated(x, above)
+    for actual, expected in zip(result, plain.forward_gated(x, above), strict=True):
+        torch.testing.assert_close(actual, expected)
+    of_both = products.gradient_gated(grad, down, result[0])
+    torch.testing.assert_close(of_both, plain.gradient_gated(grad, down, result[0]))
+    torch.testing.assert_close(products.input_gradient(grad, down), grad @ down)
+    keys = (
+        way_key("gated forward", (4, 8, 12, 8)),
+        way_key("gated gradient", (4, 8, 8, 6)),
+        way_key("input gradient", (4, 8, 8, 6)),
+    )
+    assert {products.chosen[key] for key in keys} == {way}
+    ran.clear()
+    products.forward_gated(x, above)
+    products.gradient_gated(grad, down, result[0])
+    products.input_gradient(grad, down)
+    assert ran == (["forward", "gradient", "input"] if way else [])
+
+
+def test_what_no_kernel_takes_goes_apart_whatever_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    products, ran, plain = tuned(Multiplying(), None, monkeypatch), gated_kernels(monkeypatch), TorchProducts()
+    products.chosen = dict.fromkeys(
+        (
+            way_key("gated forward", (4, 8, 10, 8)),
+            way_key("gated gradient", (4, 8, 8, 5)),
+            way_key("gated forward", (4, 8, 12, 8)),
+            way_key("gated gradient", (4, 8, 8, 6)),
+        ),
+        1,
+    )
+    products.chosen[way_key("input gradient", (4, 8, 8, 6))] = 0
+
+    def check(x: Tensor, grad: Tensor, above: Tensor, down: Tensor, both: Tensor) -> None:
+        for actual, expected in zip(products.forward_gated(x, above), plain.forward_gated(x, above), strict=True):
+            torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(products.gradient_gated(grad, down, both), plain.gradient_gated(grad, down, both))
+
+    x, turned = torch.randn(4, 8), torch.randn(8, 4).t()
+    above, down = torch.randn(12, 8), torch.randn(8, 6)
+    check(x, x, torch.randn(10, 8), torch.randn(8, 5), torch.randn(4, 10))
+    check(turned, turned, above, down, torch.randn(4, 12))
+    check(x, x, torch.randn(8, 12).t(), torch.randn(6, 8).t(), torch.randn(4, 12))
+    assert not products.gates(x, torch.randn(10, 8))
+    assert not products.gates(turned, above)
+    torch.testing.assert_close(
+        products.gradient_gated(x, down, both := torch.randn(12, 4).t()), plain.gradient_gated(x, down, both)
+    )
+    assert ran == []
+    check(x, x, above, down, torch.randn(4, 12))
+    assert ran == ["forward", "gradient"]
+
+
+def test_kernels_take_nothing_on_the_host() -> None:
+    x, above = torch.randn(512, 64).bfloat16(), torch.randn(1024, 64).bfloat16()
+    assert not gated_product.fits(x, above, 512)
+    assert not TorchProducts().gates(x, above)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,11 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.kernels import gated_product, glu
+
 _DTYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 16  # of all sizes: what every algorithm takes
 _ALIGNMENT = 256  # bytes, of what is added: what proposals count on unless the library is told otherwise
 _SMALLEST = 2**32  # multiplications, below which nothing is gained
 _ROUNDS, _BLOCK_S, _MARGIN, _MOST = 3, 0.1, 1.06, 4
+_CLEARLY = 0.98  # of the time of what it replaces: what is faster by less when it runs alone may not be in a step
 
 
 class Products(Protocol):
@@ -48,6 +52,18 @@ class Products(Protocol):
 
     def weight_gradient(self, total: Tensor, rows: Tensor, x: Tensor, *, add: bool) -> None:
         """Write ``rows^T x`` over ``total``, or add it: ``[out, in]`` by ``[N, out]`` and ``[N, in]``."""
+        ...
+
+    def gates(self, x: Tensor, gate_up: Tensor) -> bool:
+        """Whether the next two do more than one thing in a product for ``[.., H]`` and ``[2 F, H]``."""
+        ...
+
+    def forward_gated(self, x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """``x gate_up^T`` and its SwiGLU: ``[.., H], [2 F, H] -> [.., 2 F], [.., F]``."""
+        ...
+
+    def gradient_gated(self, grad: Tensor, down: Tensor, both: Tensor) -> Tensor:
+        """The gradient of ``both`` by that of the block: ``[.., H], [H, F], [.., 2 F] -> [.., 2 F]``."""
         ...
 
 
@@ -81,6 +97,19 @@ class TorchProducts:
             torch.addmm(total, turned, x, out_dtype=torch.float32, out=total)
         else:
             torch.mm(turned, x, out_dtype=torch.float32, out=total)  # reads nothing of ``total``
+
+    def gates(self, x: Tensor, gate_up: Tensor) -> bool:
+        """Never."""
+        return False
+
+    def forward_gated(self, x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Products``."""
+        both = self.forward(x, gate_up)
+        return both, glu.swiglu(both)
+
+    def gradient_gated(self, grad: Tensor, down: Tensor, both: Tensor) -> Tensor:
+        """See ``Products``."""
+        return glu.swiglu_gradient(both, self.input_gradient(grad, down))
 
 
 class TunedProducts(TorchProducts):
@@ -136,12 +165,18 @@ class TunedProducts(TorchProducts):
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """See ``Products``."""
-        flat = grad.reshape(-1, grad.shape[-1])
+        flat, size = grad.reshape(-1, grad.shape[-1]), weight.shape[1]
         if not self._takes(flat, weight):
             return super().input_gradient(grad, weight)
-        out = grad.new_empty((*grad.shape[:-1], weight.shape[1]))
-        self.multiply(flat, weight, out.view(-1, weight.shape[1]))
-        return out
+
+        def written_by(multiply: Callable[[Tensor, Tensor, Tensor], None]) -> Tensor:
+            out = grad.new_empty((*grad.shape[:-1], size))
+            multiply(flat, weight, out.view(-1, size))
+            return out
+
+        ways = partial(written_by, self.multiply), partial(written_by, gated_product.input_gradient)
+        fits = gated_product.fits(flat, weight, size)
+        return ways[self._way("input gradient", (*flat.shape, *weight.shape), ways) if fits else 0]()
 
     def weight_gradient(self, total: Tensor, rows: Tensor, x: Tensor, *, add: bool) -> None:
         """See ``Products``."""
@@ -149,6 +184,41 @@ class TunedProducts(TorchProducts):
             super().weight_gradient(total, rows, x, add=add)
         else:
             self.multiply(rows, x, total, transpose_a=True, accumulate=add)
+
+    def gates(self, x: Tensor, gate_up: Tensor) -> bool:
+        """Where there are kernels for it, see ``gated_product``; each is used if it is faster than two."""
+        if not x.is_contiguous():
+            return False
+        flat, ffn = x.view(-1, x.shape[-1]), gate_up.shape[0] // 2
+        (num, size), known = flat.shape, self.chosen.get
+        keys = way_key("gated forward", (num, size, 2 * ffn, size)), way_key("gated gradient", (num, size, size, ffn))
+        # What is found to be slower in both is left to three Functions, which let go of the activated earlier.
+        return self._takes(flat, gate_up) and gated_product.fits(flat, gate_up, ffn) and any(known(key, 1) for key in keys)
+
+    def forward_gated(self, x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Products``."""
+        flat, ffn = x.reshape(-1, x.shape[-1]), gate_up.shape[0] // 2
+
+        def together() -> tuple[Tensor, Tensor]:
+            both, activated = x.new_empty((*x.shape[:-1], 2 * ffn)), x.new_empty((*x.shape[:-1], ffn))
+            gated_product.gated_forward(flat, gate_up, both.view(-1, 2 * ffn), activated.view(-1, ffn))
+            return both, activated
+
+        ways = (lambda: TorchProducts.forward_gated(self, x, gate_up), together)
+        return ways[self._way("gated forward", (*flat.shape, *gate_up.shape), ways) if self.gates(x, gate_up) else 0]()
+
+    def gradient_gated(self, grad: Tensor, down: Tensor, both: Tensor) -> Tensor:
+        """See ``Products``."""
+        flat, ffn = grad.reshape(-1, grad.shape[-1]), down.shape[1]
+
+        def together() -> Tensor:
+            of_both = torch.empty_like(both)
+            gated_product.gated_backward(flat, down, both.view(-1, 2 * ffn), of_both.view(-1, 2 * ffn))
+            return of_both
+
+        fits = both.is_contiguous() and self._takes(flat, down) and gated_product.fits(flat, down, ffn)
+        ways = (lambda: TorchProducts.gradient_gated(self, grad, down, both), together)
+        return ways[self._way("gated gradient", (*flat.shape, *down.shape), ways) if fits else 0]()
 
     def multiply(
         self,
@@ -182,10 +252,28 @@ class TunedProducts(TorchProducts):
 
         # Timing writes the result many times, so what is added to must have been found by a product that is not. What lies
         # elsewhere is read each time, as it will be: with it or without, the choice is that of the shape.
-        if key not in self.chosen and not accumulate and not torch.cuda.is_current_stream_capturing():
-            self.chosen[key] = _fastest(run, product.num_algorithms)
-            self._write()
+        if not accumulate and self._is_open(key):
+            times = _times(run, product.num_algorithms)
+            self._keep(key, min(times, key=lambda algorithm: times[algorithm], default=0))
         run(self.chosen.get(key, 0))
+
+    def _way(self, name: str, sizes: tuple[int, ...], ways: Sequence[Callable[[], Any]]) -> int:
+        """Which of several ways to the same result to go for these sizes: the first, unless another is clearly faster."""
+        key = way_key(name, sizes)
+        if self._is_open(key):
+            ways[0]()  # whose own products are timed first
+            times = _times(lambda way: ways[way](), len(ways))
+            times = {way: time * (_CLEARLY if way == 0 else 1.0) for way, time in times.items()}
+            self._keep(key, min(times, key=lambda way: times[way], default=0))
+        return self.chosen.get(key, 0)
+
+    def _is_open(self, key: str) -> bool:
+        """Whether the choice is still to be made, and can be made now."""
+        return key not in self.chosen and not torch.cuda.is_current_stream_capturing()
+
+    def _keep(self, key: str, choice: int) -> None:
+        self.chosen[key] = choice
+        self._write()
 
     def _takes(self, *matrices: Tensor) -> bool:
         a, b = matrices[:2]
@@ -223,6 +311,11 @@ class TunedProducts(TorchProducts):
         beside.replace(self._path)
 
 
+def way_key(name: str, sizes: tuple[int, ...]) -> str:
+    """Under which the choice among ways is kept, for these kernels."""
+    return f"{name} {'x'.join(map(str, sizes))} kernels {gated_product.version()}"
+
+
 class _Switch:
     """What this process multiplies by. It belongs to the process, as its GPU does: a backward runs in another thread."""
 
@@ -252,27 +345,24 @@ def products_of(tune: bool | str, device: torch.device) -> Products:
     return TunedProducts(device, None if tune is True else Path(tune))
 
 
-def _fastest(run: Callable[[int], None], number: int) -> int:
-    """The number of the proposal that takes the least time, each timed in turn for ``_BLOCK_S`` several times."""
+def _times(run: Callable[[int], Any], number: int) -> dict[int, float]:
+    """Seconds of those that are nearly the fastest, each timed in turn for ``_BLOCK_S`` several times; the median."""
     quick = {}
     for algorithm in range(number):
         try:
             quick[algorithm] = _seconds(run, algorithm, 3)
         except RuntimeError:
             continue  # proposed, and refused
-    if not quick:
-        return 0
-    best = min(quick.values())
+    best = min(quick.values(), default=0.0)
     near = sorted((algorithm for algorithm in quick if quick[algorithm] <= best * _MARGIN), key=lambda i: quick[i])[:_MOST]
-    repeats = max(3, int(_BLOCK_S / best))
     times: dict[int, list[float]] = {algorithm: [] for algorithm in near}
     for _ in range(_ROUNDS):
         for algorithm in near:
-            times[algorithm].append(_seconds(run, algorithm, repeats))
-    return min(near, key=lambda algorithm: statistics.median(times[algorithm]))
+            times[algorithm].append(_seconds(run, algorithm, max(3, int(_BLOCK_S / best))))
+    return {algorithm: statistics.median(times[algorithm]) for algorithm in near}
 
 
-def _seconds(run: Callable[[int], None], algorithm: int, repeats: int) -> float:
+def _seconds(run: Callable[[int], Any], algorithm: int, repeats: int) -> float:
     run(algorithm)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from lightning_megatron.layers.residual import can_take, onto
-from lightning_megatron.tensor_parallel.linear import OutPart
+from lightning_megatron.layers.activation import swiglu
+from lightning_megatron.layers.residual import can_take, is_bare, onto
+from lightning_megatron.tensor_parallel.gated import gated_linears, gates
+from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, OutPart, RowParallelLinear
 
 
 def check_ffn(ffn_hidden_size: int, tp: int) -> None:
@@ -76,5 +78,14 @@ class GatedMLP(nn.Module):
 
         ``residual`` is added to the result; it is for ``down``s that can.
         """
-        transformed: Tensor = self.down(self._activation(self.gate_up(hidden)), **onto(residual))
+        gate_up, down = self.gate_up, self.down
+        if (
+            type(gate_up) is ColumnParallelLinear
+            and type(down) is RowParallelLinear
+            and self._activation is swiglu
+            and all(is_bare(linear) for linear in (gate_up, down))
+            and gates(hidden, gate_up, down)
+        ):
+            return gated_linears(hidden, gate_up, down, residual)
+        transformed: Tensor = down(self._activation(gate_up(hidden)), **onto(residual))
         return transformed

@@ -42,7 +42,7 @@ def can_take(module: nn.Module, residual: Tensor) -> bool:
     A class says so by a method ``takes_residual`` of its own; one that it inherits does not count.
     """
     takes = vars(type(module)).get("takes_residual")
-    return takes is not None and _is_bare(module) and bool(takes(module, residual))
+    return takes is not None and is_bare(module) and bool(takes(module, residual))
 
 
 def onto(residual: Tensor | None) -> dict[str, Tensor]:
@@ -52,10 +52,10 @@ def onto(residual: Tensor | None) -> dict[str, Tensor]:
 
 def _does_nothing(dropout: nn.Module) -> bool:
     idle = type(dropout) is Dropout and (dropout.p == 0.0 or not dropout.training)
-    return idle and _is_bare(dropout) and not dropout._forward_pre_hooks
+    return idle and is_bare(dropout) and not dropout._forward_pre_hooks
 
 
-def _is_bare(module: nn.Module) -> bool:
+def is_bare(module: nn.Module) -> bool:
     """Whether nothing sees the module's result or its named arguments."""
     hooks = (module._forward_hooks, module._forward_pre_hooks_with_kwargs, module._backward_hooks, module._backward_pre_hooks)
     of_all = _has_any_global_hook()  # type: ignore[no-untyped-call]

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_megatron.context_parallel.block import Kernel
 from lightning_megatron.context_parallel.flash import flash_attn_interface, insists_on_order
-from lightning_megatron.kernels import runs_on
+from lightning_megatron.layers.activation import gelu, swiglu
 from lightning_megatron.layers.backend import Activation, NormSpec
 from lightning_megatron.layers.core_attention import CoreAttention
 from lightning_megatron.layers.mlp import MLP, GatedMLP
@@ -185,41 +184,3 @@ def _fastest(q: Tensor, dropout: float) -> AbstractContextManager[Any]:
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     chosen: AbstractContextManager[Any] = sdpa_kernel(order, set_priority=True)
     return chosen
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` (Shazeer 2020): ``[.., 2n] -> [.., n]``, gate in the first half."""
-    result: Tensor = _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _SwiGLU(torch.autograd.Function):
-    """One pass forward and one backward where there are kernels; of the forward only its input is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        if runs_on(gate_up):
-            from lightning_megatron.kernels.swiglu import swiglu_forward
-
-            return swiglu_forward(gate_up.contiguous())
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        if runs_on(gate_up):
-            from lightning_megatron.kernels.swiglu import swiglu_backward
-
-            return swiglu_backward(gate_up.contiguous(), grad.contiguous())
-        gate, up = gate_up.chunk(2, dim=-1)
-        sigmoid = gate.sigmoid()
-        activated = gate * sigmoid
-        return torch.cat((grad * up * (sigmoid + activated * (1 - sigmoid)), grad * activated), dim=-1)
-
-
-def gelu(hidden: Tensor) -> Tensor:
-    """GELU by the tanh approximation, as in GPT-2. Same shape."""
-    return F.gelu(hidden, approximate="tanh")

@@ -89,6 +89,9 @@ def _reads(func: Any) -> bool:
 class ForwardWait:
     """A forward pre-hook that waits for the buckets of a module's own parameters."""
 
+    only_waits = True
+    """It does not look at what the module is called with."""
+
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         self._buckets = list(buckets)
 

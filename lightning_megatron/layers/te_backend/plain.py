@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.kernels.products import current_products
+from lightning_megatron.layers.activation import gelu, swiglu
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.te_backend.operations import Heads, Rotation
 from lightning_megatron.layers.te_backend.options import Fp8Options
@@ -22,7 +23,6 @@ from lightning_megatron.layers.te_backend.scales import (
     power_of_two,
     remember,
 )
-from lightning_megatron.layers.torch_backend import gelu, swiglu
 
 
 @dataclass

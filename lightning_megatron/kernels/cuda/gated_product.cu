@@ -1,0 +1,138 @@
+// The products of a gated feed-forward block with SwiGLU, or its gradient, in them. Results are rounded where two separate passes
+// would round.
+
+// x [M, K], w [2F, K], both [M, 2F], act [M, F]; M % 256 == 0, F % 256 == 0, K % 64 == 0
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+gated_forward(const __grid_constant__ Map x, const __grid_constant__ Map w, const __grid_constant__ Map both, u16* act, int M, int F, int K, int group) {
+    extern __shared__ __align__(1024) char memory[];
+    Memory m = laid_out(memory);
+    u32 rank = cluster_rank();
+    int rows = M / (2 * ROWS), columns = F / 128;
+    auto finish = [&](int warp, int lane) {
+        u32 parity = 0;
+        for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2, parity ^= 1) {
+            int i, j;
+            place(tile, rows, columns, group, i, j);
+            for (int of = 0; of < 2; of++) {
+                int y = (2 * i + rank) * ROWS + of * 64, column = j * 128;
+                u32 pieces = m.pieces + of * 4 * PIECE;
+                bool sends = warp == 0 && lane == 0;
+                barrier_wait(m.given + 8 * of, parity);
+                if (sends) {
+                    send(&both, column, y, pieces);
+                    send(&both, column + 64, y, pieces + PIECE);
+                    send(&both, F + column, y, pieces + 2 * PIECE);
+                    send(&both, F + column + 64, y, pieces + 3 * PIECE);
+                }
+#pragma unroll 2
+                for (int task = 32 * warp + lane; task < 64 * 16; task += 96) {
+                    int row = task / 16, chunk = task % 16;
+                    u32 gate[4], up[4], made[4];
+                    read(chunk_at(pieces, row, chunk), gate);
+                    read(chunk_at(pieces, row, chunk + 16), up);
+#pragma unroll
+                    for (int n = 0; n < 4; n++) {
+                        float g0 = low(gate[n]), g1 = high(gate[n]);
+                        made[n] = rounded(g0 * sigmoid(g0) * low(up[n]), g1 * sigmoid(g1) * high(up[n]));
+                    }
+                    store(act + (long long)(y + row) * F + column + chunk * 8, made);
+                }
+                if (sends) sent<0>();
+                __syncwarp();
+                if (lane == 0) barrier_arrive(m.taken + 8 * of);
+            }
+        }
+        if (warp == 0 && lane == 0) written();
+    };
+    run_tiles<0>(&x, &w, m, rows, columns, group, K / STEP, 128, F, finish);
+}
+
+// The gradient of gate and up at 8 columns of a row, by that of the activated; gate and up are written over.
+__device__ __forceinline__ void differentiate(u32 (&gate)[4], u32 (&up)[4], const u32 (&of_out)[4]) {
+#pragma unroll
+    for (int v = 0; v < 4; v++) {
+        float made[4];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float g = h ? high(gate[v]) : low(gate[v]), u = h ? high(up[v]) : low(up[v]), o = h ? high(of_out[v]) : low(of_out[v]);
+            float s = sigmoid(g);
+            made[h] = o * u * s * (1.0f + g * (1.0f - s));
+            made[2 + h] = o * g * s;
+        }
+        gate[v] = rounded(made[0], made[1]);
+        up[v] = rounded(made[2], made[3]);
+    }
+}
+
+// grad [M, K], down [K, F], both and of_both [M, 2F]; M % 256 == 0, F % 256 == 0, K % 64 == 0
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+gated_backward(const __grid_constant__ Map grad, const __grid_constant__ Map down, const u16* both, u16* of_both, int M, int F, int K, int group) {
+    extern __shared__ __align__(1024) char memory[];
+    Memory m = laid_out(memory);
+    u32 rank = cluster_rank();
+    int rows = M / (2 * ROWS), columns = F / COLUMNS;
+    auto finish = [&](int warp, int lane) {
+        u32 parity = 0;
+        for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2, parity ^= 1) {
+            int i, j;
+            place(tile, rows, columns, group, i, j);
+            long long first = (long long)(2 * i + rank) * ROWS * 2 * F + j * COLUMNS;
+            for (int line = 32 * warp + lane; line < ROWS * 8; line += 96)  // 512 bytes of gate and of up a row
+                prefetch_line(both + first + (long long)(line / 8) * 2 * F + (line % 8) / 4 * F + line % 4 * 64);
+            for (int of = 0; of < 2; of++) {
+                u32 pieces = m.pieces + of * 4 * PIECE;
+                long long start = first + (long long)of * 64 * 2 * F + lane * 8;
+                for (int row = 4 * warp; row < 64; row += 12) {
+                    uint4 gates[4], ups[4];
+#pragma unroll
+                    for (int n = 0; n < 4; n++) {
+                        const u16* from = both + start + (long long)(row + n) * 2 * F;
+                        gates[n] = fetch(from);
+                        ups[n] = fetch(from + F);
+                    }
+                    __syncwarp();
+                    if (row < 12) barrier_wait(m.given + 8 * of, parity);  // gate and up do not depend on what is given
+#pragma unroll
+                    for (int n = 0; n < 4; n++) {
+                        u32 of_out[4], gate[4] = {gates[n].x, gates[n].y, gates[n].z, gates[n].w}, up[4] = {ups[n].x, ups[n].y, ups[n].z, ups[n].w};
+                        read(chunk_at(pieces, row + n, lane), of_out);
+                        differentiate(gate, up, of_out);
+                        u16* to = of_both + start + (long long)(row + n) * 2 * F;
+                        store(to, gate);
+                        store(to + F, up);
+                    }
+                }
+                __syncwarp();
+                if (lane == 0) barrier_arrive(m.taken + 8 * of);
+            }
+        }
+    };
+    run_tiles<1>(&grad, &down, m, rows, columns, group, K / STEP, COLUMNS, 128, finish);
+}
+
+// a [M, K], b [K, N], out [M, N]; M % 256 == 0, N % 256 == 0, K % 64 == 0
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+plain_turned(const __grid_constant__ Map a, const __grid_constant__ Map b, const __grid_constant__ Map out, int M, int N, int K, int group) {
+    extern __shared__ __align__(1024) char memory[];
+    Memory m = laid_out(memory);
+    u32 rank = cluster_rank();
+    int rows = M / (2 * ROWS), columns = N / COLUMNS;
+    auto finish = [&](int warp, int lane) {
+        if (lane) return;
+        u32 parity = 0;
+        for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2, parity ^= 1) {
+            int i, j;
+            place(tile, rows, columns, group, i, j);
+            for (int of = 0; of < 2; of++) {
+                barrier_wait(m.given + 8 * of, parity);
+                if (warp == 0) {
+                    for (int n = 0; n < 4; n++) send(&out, j * COLUMNS + n * 64, (2 * i + rank) * ROWS + of * 64, m.pieces + (of * 4 + n) * PIECE);
+                    sent<0>();
+                }
+                barrier_arrive(m.taken + 8 * of);
+            }
+        }
+        if (warp == 0) written();
+    };
+    run_tiles<1>(&a, &b, m, rows, columns, group, K / STEP, COLUMNS, 128, finish);
+}

@@ -1,0 +1,171 @@
+"""CUDA C++ kernels for GPUs of compute capability 9.0: compiled by NVRTC, launched by the driver.
+
+Triton (3.6) has neither loads that go to several multiprocessors at once nor registers for groups of warps of one program to
+give each other. Constants are those of ``cuda.h``, CUDA 12 and 13.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHARED_MEMORY = 232_448
+"""Bytes of shared memory that one program may have."""
+_MAX_DYNAMIC_SHARED_MEMORY, _BFLOAT16, _PROMOTION_128 = 8, 9, 2
+_SWIZZLE = 3  # of rows of 128 bytes
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_SOURCES = Path(__file__).parent / "cuda"
+_OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17", b"-default-device")
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Whether the device is a GPU that these kernels are written for, and everything is there that they need."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and _is_usable()
+
+
+def digest(name: str) -> str:
+    """Of a source file and what all of them share: another one for each version."""
+    return hashlib.sha256(_text(name)).hexdigest()[:8]
+
+
+def _text(name: str) -> bytes:
+    return b"".join((_SOURCES / file).read_bytes() for file in ("tiles.cuh", name))
+
+
+class TensorMap:
+    """What a bulk copy knows of a matrix, and the block of it that one copy moves into swizzled rows of shared memory.
+
+    Made inside ``in_context``.
+
+    Args:
+        matrix: ``[rows, columns]`` in bf16, contiguous; it must outlive what is launched with this.
+        rows: of the block.
+        columns: of the block; a row of it has 128 bytes.
+    """
+
+    def __init__(self, matrix: Tensor, rows: int, columns: int) -> None:
+        self._memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+        self.address = -(-ctypes.addressof(self._memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+        width = matrix.element_size()
+        sizes, strides = (c_uint64 * 2)(matrix.shape[1], matrix.shape[0]), (c_uint64 * 1)(matrix.shape[1] * width)
+        block, steps = (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1)
+        place = c_void_p(matrix.data_ptr())
+        status = _driver().cuTensorMapEncodeTiled(
+            *(c_void_p(self.address), _BFLOAT16, 2, place, sizes, strides, block, steps), *(0, _SWIZZLE, _PROMOTION_128, 0)
+        )
+        _check(status, "cuTensorMapEncodeTiled")
+
+
+class Kernel:
+    """A function of a compiled source, on one device.
+
+    Args:
+        module: from ``compiled``.
+        name: of the function.
+        num_threads: of a program.
+    """
+
+    def __init__(self, module: c_void_p, name: str, *, num_threads: int) -> None:
+        self._function, self._num_threads = c_void_p(), num_threads
+        _check(_driver().cuModuleGetFunction(byref(self._function), module, name.encode()), "cuModuleGetFunction")
+        status = _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED_MEMORY, SHARED_MEMORY)
+        _check(status, "cuFuncSetAttribute")
+
+    def launch(self, num_programs: int, *arguments: TensorMap | Tensor | int, device: torch.device) -> None:
+        """Start it on the current stream of the device, inside ``in_context``."""
+        values: list[Any] = []  # kept until the driver has read them
+        places: list[int] = []
+        for argument in arguments:
+            if isinstance(argument, TensorMap):
+                places.append(argument.address)
+                continue
+            values.append(c_void_p(argument.data_ptr()) if isinstance(argument, Tensor) else c_int(argument))
+            places.append(ctypes.addressof(values[-1]))
+        stream = c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        status = _driver().cuLaunchKernel(
+            *(self._function, num_programs, 1, 1, self._num_threads, 1, 1, SHARED_MEMORY, stream),
+            *((c_void_p * len(places))(*places), None),
+        )
+        _check(status, "cuLaunchKernel")
+
+
+@cache
+def compiled(name: str, device: torch.device) -> c_void_p:
+    """The module of a source file, behind what all of them share, on a device; compiled at the first call (about a second).
+
+    Raises:
+        RuntimeError: it does not compile, with what the compiler says.
+    """
+    library, program, size = _compiler(), c_void_p(), c_size_t()
+    _check(library.nvrtcCreateProgram(byref(program), _text(name), name.encode(), 0, None, None), "nvrtcCreateProgram")
+    try:
+        status = library.nvrtcCompileProgram(program, len(_OPTIONS), (c_char_p * len(_OPTIONS))(*_OPTIONS))
+        if status:
+            library.nvrtcGetProgramLogSize(program, byref(size))
+            said = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, said)
+            error = f"{name} does not compile (status {status}): {said.value.decode()}"
+            warnings.warn(error, stacklevel=2)  # who tries it may have another way, and go on
+            raise RuntimeError(error)
+        library.nvrtcGetCUBINSize(program, byref(size))
+        binary = ctypes.create_string_buffer(size.value)
+        _check(library.nvrtcGetCUBIN(program, binary), "nvrtcGetCUBIN")
+    finally:
+        library.nvrtcDestroyProgram(byref(program))
+    module = c_void_p()
+    with in_context(device):
+        _check(_driver().cuModuleLoadData(byref(module), binary), "cuModuleLoadData")
+    return module
+
+
+@contextmanager
+def in_context(device: torch.device) -> Iterator[None]:
+    """The device is this thread's current one, for the driver too: a thread that has not called CUDA yet has no context."""
+    with torch.cuda.device(device):
+        context, index = c_void_p(), torch.cuda.current_device()
+        _check(_driver().cuCtxGetCurrent(byref(context)), "cuCtxGetCurrent")
+        if not context:
+            _check(_driver().cuDevicePrimaryCtxRetain(byref(context), index), "cuDevicePrimaryCtxRetain")
+            _check(_driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+        yield
+
+
+def _is_usable() -> bool:
+    """Whether there is a compiler and a driver that knows tensor maps; said once if not."""
+    try:
+        return _compiler() is not None and _driver().cuTensorMapEncodeTiled is not None
+    except (OSError, AttributeError) as error:
+        warnings.warn(f"Kernels for Hopper GPUs are not used: {error}", stacklevel=2)
+        return False
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _compiler() -> Any:
+    major = (torch.version.cuda or "").split(".")[0]
+    try:
+        return ctypes.CDLL(f"libnvrtc.so.{major}")  # the one that torch has loaded
+    except OSError:
+        from torch.cuda._utils import _get_nvrtc_library
+
+        return _get_nvrtc_library()
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise RuntimeError(f"{what} answered with status {status}.")
