@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.kernels import gated_product
+from lightning_megatron.kernels import hopper_products
 from lightning_megatron.kernels.products import (
     TorchProducts,
     TunedProducts,
@@ -140,6 +140,19 @@ class Multiplying(Library):
         return SimpleNamespace(num_algorithms=4, run=run)
 
 
+class Adding(Library):
+    """Whose products are right, and are added where that is asked for."""
+
+    times = (4.0, 3.0, 1.0, 1.02)
+
+    def Product(self, *args: Any, transpose_a: bool, transpose_b: bool, **kwargs: Any) -> Any:
+        def run(a: Tensor, b: Tensor, out: Tensor, *, algorithm: int, accumulate: bool, **kwargs: Any) -> None:
+            made = (a.t() if transpose_a else a) @ (b.t() if transpose_b else b)
+            out.copy_(out + made if accumulate else made)
+
+        return SimpleNamespace(num_algorithms=2, run=run)
+
+
 class Ways:
     """Two ways to a result, the time that each takes, and what has run; one may be refused."""
 
@@ -218,10 +231,16 @@ def gated_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append("input")
         out.copy_(plain.input_gradient(grad, weight))
 
-    monkeypatch.setattr(gated_product, "input_gradient", input_gradient)
-    monkeypatch.setattr(gated_product, "gated_forward", forward)
-    monkeypatch.setattr(gated_product, "gated_backward", backward)
-    monkeypatch.setattr(gated_product, "fits", lambda rows, weight, columns: columns == 6 and weight.is_contiguous())
+    def weight_gradient(grad: Tensor, x: Tensor, total: Tensor, *, add: bool) -> None:
+        ran.append("add" if add else "put")
+        plain.weight_gradient(total, grad, x, add=add)
+
+    monkeypatch.setattr(hopper_products, "weight_gradient", weight_gradient)
+    monkeypatch.setattr(hopper_products, "fits_weight", lambda grad, x, total: True)
+    monkeypatch.setattr(hopper_products, "input_gradient", input_gradient)
+    monkeypatch.setattr(hopper_products, "gated_forward", forward)
+    monkeypatch.setattr(hopper_products, "gated_backward", backward)
+    monkeypatch.setattr(hopper_products, "fits", lambda rows, weight, columns: columns == 6 and weight.is_contiguous())
     monkeypatch.setattr(TunedProducts, "_takes", lambda self, *matrices: all(m.is_contiguous() for m in matrices))
     return ran
 
@@ -296,7 +315,39 @@ def test_what_no_kernel_takes_goes_apart_whatever_was_found(monkeypatch: pytest.
     assert ran == ["forward", "gradient"]
 
 
+@pytest.mark.parametrize(("times", "way"), [((2.0, 1.0), 1), ((1.0, 2.0), 0)], ids=["own", "library"])
+def test_weight_gradients_are_timed_where_they_are_written_and_not_where_they_are_added(
+    times: tuple[float, ...], way: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, ran = Adding(), gated_kernels(monkeypatch)
+    products = tuned(library, None, monkeypatch)
+    timed: list[int] = []
+
+    def seconds(run: Callable[[int], Any], algorithm: int, repeats: int) -> float:
+        timed.append(algorithm)
+        run(algorithm)
+        return (*times, 9.0, 9.0)[algorithm]
+
+    monkeypatch.setattr("lightning_megatron.kernels.products._seconds", seconds)
+    rows, x = torch.randn(4, 8), torch.randn(4, 6)
+    total = torch.zeros(8, 6)
+    products.weight_gradient(total, rows, x, add=True)
+    assert not timed, "what is added once would be added many times"
+    torch.testing.assert_close(total, rows.t() @ x)
+    assert ran == []
+    products.weight_gradient(total, rows, x, add=False)
+    assert timed
+    assert products.chosen[way_key("weight gradient", (4, 8, 6))] == way
+    ran.clear()
+    timed.clear()
+    for add in (True, True, False, True):
+        products.weight_gradient(total, rows, x, add=add)
+    torch.testing.assert_close(total, 2 * rows.t() @ x)
+    assert not timed
+    assert ran == (["add", "add", "put", "add"] if way else [])
+
+
 def test_kernels_take_nothing_on_the_host() -> None:
     x, above = torch.randn(512, 64).bfloat16(), torch.randn(1024, 64).bfloat16()
-    assert not gated_product.fits(x, above, 512)
+    assert not hopper_products.fits(x, above, 512)
     assert not TorchProducts().gates(x, above)

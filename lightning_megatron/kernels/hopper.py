@@ -21,7 +21,8 @@ from torch import Tensor
 
 SHARED_MEMORY = 232_448
 """Bytes of shared memory that one program may have."""
-_MAX_DYNAMIC_SHARED_MEMORY, _BFLOAT16, _PROMOTION_128 = 8, 9, 2
+_MAX_DYNAMIC_SHARED_MEMORY, _PROMOTION_128 = 8, 2
+_DTYPES = {torch.bfloat16: 9, torch.float32: 7, torch.uint8: 0}
 _SWIZZLE = 3  # of rows of 128 bytes
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _SOURCES = Path(__file__).parent / "cuda"
@@ -49,7 +50,7 @@ class TensorMap:
     Made inside ``in_context``.
 
     Args:
-        matrix: ``[rows, columns]`` in bf16, contiguous; it must outlive what is launched with this.
+        matrix: ``[rows, columns]``, contiguous; it must outlive what is launched with this.
         rows: of the block.
         columns: of the block; a row of it has 128 bytes.
     """
@@ -62,7 +63,8 @@ class TensorMap:
         block, steps = (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1)
         place = c_void_p(matrix.data_ptr())
         status = _driver().cuTensorMapEncodeTiled(
-            *(c_void_p(self.address), _BFLOAT16, 2, place, sizes, strides, block, steps), *(0, _SWIZZLE, _PROMOTION_128, 0)
+            *(c_void_p(self.address), _DTYPES[matrix.dtype], 2, place, sizes, strides, block, steps),
+            *(0, _SWIZZLE, _PROMOTION_128, 0),
         )
         _check(status, "cuTensorMapEncodeTiled")
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.kernels import gated_product, glu
+from lightning_megatron.kernels import glu, hopper_products
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 16  # of all sizes: what every algorithm takes
@@ -174,26 +174,32 @@ class TunedProducts(TorchProducts):
             multiply(flat, weight, out.view(-1, size))
             return out
 
-        ways = partial(written_by, self.multiply), partial(written_by, gated_product.input_gradient)
-        fits = gated_product.fits(flat, weight, size)
+        ways = partial(written_by, self.multiply), partial(written_by, hopper_products.input_gradient)
+        fits = hopper_products.fits(flat, weight, size)
         return ways[self._way("input gradient", (*flat.shape, *weight.shape), ways) if fits else 0]()
 
     def weight_gradient(self, total: Tensor, rows: Tensor, x: Tensor, *, add: bool) -> None:
         """See ``Products``."""
         if not self._takes(rows, x, total):
             super().weight_gradient(total, rows, x, add=add)
-        else:
-            self.multiply(rows, x, total, transpose_a=True, accumulate=add)
+            return
+        ways = (
+            lambda: self.multiply(rows, x, total, transpose_a=True, accumulate=add),
+            lambda: hopper_products.weight_gradient(rows, x, total, add=add),
+        )
+        key = ("weight gradient", (*rows.shape, x.shape[1]))
+        fits = hopper_products.fits_weight(rows, x, total)
+        ways[0 if not fits else self._found(*key) if add else self._way(*key, ways)]()
 
     def gates(self, x: Tensor, gate_up: Tensor) -> bool:
-        """Where there are kernels for it, see ``gated_product``; each is used if it is faster than two."""
+        """Where there are kernels for it, see ``hopper_products``; each is used if it is faster than two."""
         if not x.is_contiguous():
             return False
         flat, ffn = x.view(-1, x.shape[-1]), gate_up.shape[0] // 2
         (num, size), known = flat.shape, self.chosen.get
         keys = way_key("gated forward", (num, size, 2 * ffn, size)), way_key("gated gradient", (num, size, size, ffn))
         # What is found to be slower in both is left to three Functions, which let go of the activated earlier.
-        return self._takes(flat, gate_up) and gated_product.fits(flat, gate_up, ffn) and any(known(key, 1) for key in keys)
+        return self._takes(flat, gate_up) and hopper_products.fits(flat, gate_up, ffn) and any(known(key, 1) for key in keys)
 
     def forward_gated(self, x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Products``."""
@@ -201,7 +207,7 @@ class TunedProducts(TorchProducts):
 
         def together() -> tuple[Tensor, Tensor]:
             both, activated = x.new_empty((*x.shape[:-1], 2 * ffn)), x.new_empty((*x.shape[:-1], ffn))
-            gated_product.gated_forward(flat, gate_up, both.view(-1, 2 * ffn), activated.view(-1, ffn))
+            hopper_products.gated_forward(flat, gate_up, both.view(-1, 2 * ffn), activated.view(-1, ffn))
             return both, activated
 
         ways = (lambda: TorchProducts.forward_gated(self, x, gate_up), together)
@@ -213,10 +219,10 @@ class TunedProducts(TorchProducts):
 
         def together() -> Tensor:
             of_both = torch.empty_like(both)
-            gated_product.gated_backward(flat, down, both.view(-1, 2 * ffn), of_both.view(-1, 2 * ffn))
+            hopper_products.gated_backward(flat, down, both.view(-1, 2 * ffn), of_both.view(-1, 2 * ffn))
             return of_both
 
-        fits = both.is_contiguous() and self._takes(flat, down) and gated_product.fits(flat, down, ffn)
+        fits = both.is_contiguous() and self._takes(flat, down) and hopper_products.fits(flat, down, ffn)
         ways = (lambda: TorchProducts.gradient_gated(self, grad, down, both), together)
         return ways[self._way("gated gradient", (*flat.shape, *down.shape), ways) if fits else 0]()
 
@@ -267,6 +273,10 @@ class TunedProducts(TorchProducts):
             self._keep(key, min(times, key=lambda way: times[way], default=0))
         return self.chosen.get(key, 0)
 
+    def _found(self, name: str, sizes: tuple[int, ...]) -> int:
+        """What ``_way`` has found; timing would write a result many times, which what is added must not."""
+        return self.chosen.get(way_key(name, sizes), 0)
+
     def _is_open(self, key: str) -> bool:
         """Whether the choice is still to be made, and can be made now."""
         return key not in self.chosen and not torch.cuda.is_current_stream_capturing()
@@ -313,7 +323,7 @@ class TunedProducts(TorchProducts):
 
 def way_key(name: str, sizes: tuple[int, ...]) -> str:
     """Under which the choice among ways is kept, for these kernels."""
-    return f"{name} {'x'.join(map(str, sizes))} kernels {gated_product.version()}"
+    return f"{name} {'x'.join(map(str, sizes))} kernels {hopper_products.version()}"
 
 
 class _Switch:

@@ -45,6 +45,10 @@ __device__ __forceinline__ void send(const Map* map, int x, int y, u32 from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];\ncp.async.bulk.commit_group;"
         ::"l"(map), "r"(x), "r"(y), "r"(from) : "memory");
 }
+__device__ __forceinline__ void send_to_add(const Map* map, int x, int y, u32 from) {
+    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];\ncp.async.bulk.commit_group;"
+        ::"l"(map), "r"(x), "r"(y), "r"(from) : "memory");
+}
 template <int PENDING> __device__ __forceinline__ void sent() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 __device__ __forceinline__ void written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -54,7 +58,7 @@ template <int N> __device__ __forceinline__ void fewer_registers() { asm volatil
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define D64(i) D16(i), D16(i + 16), D16(i + 32), D16(i + 48)
-template <int TURNED> __device__ __forceinline__ void multiply(float (&d)[128], u64 a, u64 b, int add) {
+template <int TURNED, int TURNED_A = 0> __device__ __forceinline__ void multiply(float (&d)[128], u64 a, u64 b, int add) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
@@ -62,9 +66,9 @@ template <int TURNED> __device__ __forceinline__ void multiply(float (&d)[128], 
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
         "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
         "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-        "}, %128, %129, p, 1, 1, 0, %131;\n}"
+        "}, %128, %129, p, 1, 1, %132, %131;\n}"
         : D64(0), D64(64)
-        : "l"(a), "l"(b), "r"(add), "n"(TURNED));
+        : "l"(a), "l"(b), "r"(add), "n"(TURNED), "n"(TURNED_A));
 }
 __device__ __forceinline__ void multiplies_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void multiplies_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -88,11 +92,11 @@ __device__ __forceinline__ void place(int tile, int rows, int columns, int group
     j = within / high;
 }
 
-// One warpgroup: 64 rows of the tile, all columns. b is [columns, STEP] in memory, or [STEP, columns] if it is turned.
-template <int TURNED>
+// One warpgroup: 64 rows of the tile, all columns. b is [columns, STEP] in memory, or [STEP, columns] if it is turned; a likewise.
+template <int TURNED, int TURNED_A = 0>
 __device__ __forceinline__ void product(float (&d)[128], u32 a, u32 b, u32 full, u32 empty, Turn& turn, int steps, bool signals, u32 signal_to) {
     constexpr u64 B_KIND = SWIZZLED | (TURNED ? (u64)(B_BYTES / 4 >> 4) : 1ull) << 16;  // turned: four panels of 64 columns
-    constexpr u64 B_STEP = TURNED ? 128 : 2;
+    constexpr u64 A_STEP = TURNED_A ? 128 : 2, B_STEP = TURNED ? 128 : 2;
     int before = 0;
     for (int step = 0; step < steps; step++) {
         barrier_wait(full + 8 * turn.stage, turn.phase);
@@ -100,7 +104,7 @@ __device__ __forceinline__ void product(float (&d)[128], u32 a, u32 b, u32 full,
         u64 at_b = described(b + turn.stage * B_BYTES, B_KIND);
         multiplies_begin();
 #pragma unroll
-        for (int k = 0; k < STEP / 16; k++) multiply<TURNED>(d, at_a + 2 * k, at_b + B_STEP * k, step > 0 || k > 0);
+        for (int k = 0; k < STEP / 16; k++) multiply<TURNED, TURNED_A>(d, at_a + A_STEP * k, at_b + B_STEP * k, step > 0 || k > 0);
         multiplies_commit();
         multiplies_wait<1>();
         if (step > 0 && signals) barrier_arrive_at(empty + 8 * before, signal_to);
@@ -132,6 +136,7 @@ __device__ __forceinline__ u32 matrix_row(u32 piece, int thread, int chunk) {
 __device__ __forceinline__ void put(u32 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+__device__ __forceinline__ void put_two(u32 at, float a, float b) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(a), "f"(b) : "memory"); }
 // A warpgroup's [64, 256] as four pieces, rounded.
 __device__ __forceinline__ void hand_over(float (&d)[128], u32 pieces, int thread, u32 taken, u32 parity, u32 given) {
     barrier_wait(taken, parity);
@@ -143,6 +148,22 @@ __device__ __forceinline__ void hand_over(float (&d)[128], u32 pieces, int threa
     fence_async();
     __syncwarp();
     if ((thread & 31) == 0) barrier_arrive(given);
+}
+// Columns 128 half to 128 half + 128 of it in fp32, as four pieces of [64, 32].
+template <int HALF>
+__device__ __forceinline__ void hand_over_wide(float (&d)[128], u32 pieces, int thread, u32 taken, u32 parity, u32 given) {
+    barrier_wait(taken, parity);
+    int lane = thread & 31, row = (thread >> 5) * 16 + lane / 4;
+#pragma unroll
+    for (int c = 0; c < 16; c++) {  // 8 columns each, of which a lane has two in each of two rows
+        u32 at = pieces + c / 4 * PIECE + row * 128 + (lane & 1) * 8;
+        int chunk = c % 4 * 2 + (lane & 3) / 2, i = 4 * (16 * HALF + c);
+        put_two(at + ((chunk ^ (row & 7)) << 4), d[i], d[i + 1]);
+        put_two(at + 8 * 128 + ((chunk ^ (row & 7)) << 4), d[i + 2], d[i + 3]);
+    }
+    fence_async();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(given);
 }
 __device__ __forceinline__ void read(u32 at, u32 (&v)[4]) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at) : "memory");
@@ -159,12 +180,13 @@ __device__ __forceinline__ void store(u16* p, const u32 (&v)[4]) {
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 struct Memory { u32 b, a, pieces, full, empty, given, taken; };
-__device__ __forceinline__ Memory laid_out(char* memory) {
+// ``takers``: how many arrivals say that what was handed over has been taken.
+__device__ __forceinline__ Memory laid_out(char* memory, int takers = 3) {
     u32 b = (address(memory) + 1023) & ~1023u, a = b + STAGES * B_BYTES, pieces = a + STAGES * A_BYTES, full = pieces + 8 * PIECE;
     Memory m = {b, a, pieces, full, full + 8 * STAGES, full + 16 * STAGES, full + 16 * STAGES + 16};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) { barrier_init(m.full + 8 * s, 1); barrier_init(m.empty + 8 * s, 4); }
-        for (int w = 0; w < 2; w++) { barrier_init(m.given + 8 * w, 4); barrier_init(m.taken + 8 * w, 3); }
+        for (int w = 0; w < 2; w++) { barrier_init(m.given + 8 * w, 4); barrier_init(m.taken + 8 * w, takers); }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     cluster_sync();
@@ -173,7 +195,7 @@ __device__ __forceinline__ Memory laid_out(char* memory) {
 
 // The warp that loads. Of the second factor a program takes 128 of a tile's 256 rows (columns, if it is turned) for both: those from
 // width j + half rank on. What is past the end of a matrix is read as zeros.
-template <int TURNED>
+template <int TURNED, int TURNED_A>
 __device__ __forceinline__ void load_tiles(const Map* first, const Map* second, const Memory& m, int rows, int columns, int group, int steps, int width, int half) {
     if (threadIdx.x % 32 != 0) return;
     u32 rank = cluster_rank();
@@ -187,7 +209,13 @@ __device__ __forceinline__ void load_tiles(const Map* first, const Map* second, 
             barrier_wait(m.empty + 8 * turn.stage, turn.phase);
             u32 there = m.full + 8 * turn.stage, to = m.b + turn.stage * B_BYTES + rank * (B_BYTES / 2);
             barrier_expect(there, A_BYTES + B_BYTES);
-            load(m.a + turn.stage * A_BYTES, first, step * STEP, (2 * i + rank) * ROWS, there);
+            int row = (2 * i + rank) * ROWS;
+            if (TURNED_A) {
+                load(m.a + turn.stage * A_BYTES, first, row, step * STEP, there);
+                load(m.a + turn.stage * A_BYTES + A_BYTES / 2, first, row + 64, step * STEP, there);
+            } else {
+                load(m.a + turn.stage * A_BYTES, first, step * STEP, row, there);
+            }
             if (TURNED) {
                 load_both(to, second, start, step * STEP, there);
                 load_both(to + B_BYTES / 4, second, start + 64, step * STEP, there);
@@ -199,29 +227,36 @@ __device__ __forceinline__ void load_tiles(const Map* first, const Map* second, 
     }
 }
 
-// The warpgroups that multiply.
-template <int TURNED>
+// The warpgroups that multiply. What they hand over is rounded, or (WIDE) in fp32 and in two halves.
+template <int TURNED, int TURNED_A, bool WIDE>
 __device__ __forceinline__ void multiply_tiles(const Memory& m, int tiles, int steps) {
     int thread = threadIdx.x & 127, who = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 7, 0);  // one value a warp, for all to see
     Turn turn;
     u32 parity = 1;
     float d[128];
-    for (int tile = blockIdx.x / 2; tile < tiles; tile += gridDim.x / 2, parity ^= 1) {
-        product<TURNED>(d, m.a + who * (A_BYTES / 2), m.b, m.full, m.empty, turn, steps, thread < 2, thread & 1);
-        hand_over(d, m.pieces + who * 4 * PIECE, thread, m.taken + 8 * who, parity, m.given + 8 * who);
+    u32 pieces = m.pieces + who * 4 * PIECE, taken = m.taken + 8 * who, given = m.given + 8 * who;
+    for (int tile = blockIdx.x / 2; tile < tiles; tile += gridDim.x / 2) {
+        product<TURNED, TURNED_A>(d, m.a + who * (A_BYTES / 2), m.b, m.full, m.empty, turn, steps, thread < 2, thread & 1);
+        if (WIDE) {
+            hand_over_wide<0>(d, pieces, thread, taken, 1, given);
+            hand_over_wide<1>(d, pieces, thread, taken, 0, given);
+        } else {
+            hand_over(d, pieces, thread, taken, parity, given);
+            parity ^= 1;
+        }
     }
 }
 
 // Runs what each warp is for; ``finish(warp, lane)`` is for three of them, 0 to 2.
-template <int TURNED, class Finish>
+template <int TURNED, int TURNED_A = 0, bool WIDE = false, class Finish>
 __device__ __forceinline__ void run_tiles(const Map* first, const Map* second, const Memory& m, int rows, int columns, int group, int steps, int width, int half, Finish finish) {
     int warp = threadIdx.x / 32;
     if (warp < 8) {
         more_registers<200>();
-        multiply_tiles<TURNED>(m, rows * columns, steps);
+        multiply_tiles<TURNED, TURNED_A, WIDE>(m, rows * columns, steps);
     } else {
         fewer_registers<104>();
-        if (warp == 8) load_tiles<TURNED>(first, second, m, rows, columns, group, steps, width, half);
+        if (warp == 8) load_tiles<TURNED, TURNED_A>(first, second, m, rows, columns, group, steps, width, half);
         else finish(warp - 9, threadIdx.x & 31);
     }
     __syncwarp();

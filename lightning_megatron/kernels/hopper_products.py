@@ -1,9 +1,9 @@
-"""Products on Hopper in bf16 by this project's own kernels, two of them with what stands beside them in a gated block.
+"""Products on Hopper in bf16 by this project's own kernels; two of them do what stands beside them in a gated block.
 
 Note [SwiGLU in the product]
 Alone, SwiGLU reads what the product before it has just written, and its backward reads what the product of the output gradient
 with the down-projection has just written: 6 and 10 bytes an element at the memory's rate, while the tensor cores rest. In one
-kernel each (``cuda/gated_product.cu``) a multiprocessor's warps do both at once, and what is only passed on is never written:
+kernel each (``cuda/products.cu``) a multiprocessor's warps do both at once, and what is only passed on is never written:
 the forward reads nothing a second time, the gradient of the activated stays in shared memory. Both round where the separate
 passes round, so the results are the same bits as theirs wherever the sums of the product are taken in the same order.
 """
@@ -19,19 +19,29 @@ from lightning_megatron.kernels.hopper import Kernel, TensorMap, compiled, diges
 
 _ROWS, _COLUMNS, _STEP, _PIECE = 128, 256, 64, 64  # of a tile, of the inner dimension at a time, of what is written at a time
 _PROGRAMS_A_CLUSTER, _NUM_THREADS = 2, 384
+_PAIR = _PROGRAMS_A_CLUSTER * _ROWS
 _ALIGNMENT = 16  # bytes
-_SOURCE = "gated_product.cu"
+_SOURCE = "products.cu"
 _GROUP = 8  # rows of tiles that are walked through together, so that they share what the cache holds
 
 
 def fits(rows: Tensor, weight: Tensor, columns: int) -> bool:
     """Whether the kernels take ``[M, K]`` and the weight of the product, for ``columns`` of the result (of the gate)."""
     num, size = rows.shape
-    return (
-        all(t.dtype == torch.bfloat16 and t.is_contiguous() and t.is_cuda for t in (rows, weight))
-        and all(t.data_ptr() % _ALIGNMENT == 0 for t in (rows, weight))
-        and not (num % (_PROGRAMS_A_CLUSTER * _ROWS) or columns % _COLUMNS or size % _STEP)
-        and runs_on(rows.device)
+    return _are_usable(rows, weight) and not (num % _PAIR or columns % _COLUMNS or size % _STEP)
+
+
+def fits_weight(grad: Tensor, x: Tensor, total: Tensor) -> bool:
+    """Whether ``weight_gradient`` takes these."""
+    (num, size), columns = grad.shape, x.shape[1]
+    is_sum = total.dtype == torch.float32 and total.is_contiguous() and total.data_ptr() % _ALIGNMENT == 0
+    return is_sum and _are_usable(grad, x) and not (size % _PAIR or columns % _COLUMNS or num % _STEP)
+
+
+def _are_usable(*factors: Tensor) -> bool:
+    return all(
+        t.dtype == torch.bfloat16 and t.is_contiguous() and t.data_ptr() % _ALIGNMENT == 0 and runs_on(t.device)
+        for t in factors
     )
 
 
@@ -63,6 +73,14 @@ def input_gradient(grad: Tensor, weight: Tensor, out: Tensor) -> None:
     with in_context(grad.device):
         maps = TensorMap(grad, _ROWS, _STEP), TensorMap(weight, _STEP, _PIECE), TensorMap(out, _PIECE, _PIECE)
         _launch("plain_turned", grad.device, *maps, num, weight.shape[1], size)
+
+
+def weight_gradient(grad: Tensor, x: Tensor, total: Tensor, *, add: bool) -> None:
+    """``grad^T x``: ``[T, M], [T, N]``, written to or added to ``[M, N]`` in fp32; all contiguous."""
+    (num, size), columns = grad.shape, x.shape[1]
+    with in_context(grad.device):
+        maps = TensorMap(grad, _STEP, _PIECE), TensorMap(x, _STEP, _PIECE), TensorMap(total, _PIECE, _PIECE // 2)
+        _launch("weight_gradient", grad.device, *maps, int(add), size, columns, num)
 
 
 def _launch(name: str, device: torch.device, *arguments: TensorMap | Tensor | int) -> None:

@@ -1,5 +1,5 @@
-// The products of a gated feed-forward block with SwiGLU, or its gradient, in them. Results are rounded where two separate passes
-// would round.
+// Products in bf16: of a gated feed-forward block with SwiGLU, or its gradient, in them; of a linear layer's gradients. Results are
+// rounded where separate passes would round.
 
 // x [M, K], w [2F, K], both [M, 2F], act [M, F]; M % 256 == 0, F % 256 == 0, K % 64 == 0
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
@@ -114,25 +114,50 @@ gated_backward(const __grid_constant__ Map grad, const __grid_constant__ Map dow
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
 plain_turned(const __grid_constant__ Map a, const __grid_constant__ Map b, const __grid_constant__ Map out, int M, int N, int K, int group) {
     extern __shared__ __align__(1024) char memory[];
-    Memory m = laid_out(memory);
+    Memory m = laid_out(memory, 1);
     u32 rank = cluster_rank();
     int rows = M / (2 * ROWS), columns = N / COLUMNS;
-    auto finish = [&](int warp, int lane) {
-        if (lane) return;
+    auto finish = [&](int of, int lane) {  // a warp for each warpgroup
+        if (of == 2 || lane) return;
         u32 parity = 0;
         for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2, parity ^= 1) {
             int i, j;
             place(tile, rows, columns, group, i, j);
-            for (int of = 0; of < 2; of++) {
-                barrier_wait(m.given + 8 * of, parity);
-                if (warp == 0) {
-                    for (int n = 0; n < 4; n++) send(&out, j * COLUMNS + n * 64, (2 * i + rank) * ROWS + of * 64, m.pieces + (of * 4 + n) * PIECE);
-                    sent<0>();
+            barrier_wait(m.given + 8 * of, parity);
+            for (int n = 0; n < 4; n++) send(&out, j * COLUMNS + n * 64, (2 * i + rank) * ROWS + of * 64, m.pieces + (of * 4 + n) * PIECE);
+            sent<0>();
+            barrier_arrive(m.taken + 8 * of);
+        }
+        written();
+    };
+    run_tiles<1>(&a, &b, m, rows, columns, group, K / STEP, COLUMNS, 128, finish);
+}
+
+// a [K, M], b [K, N], total [M, N] in fp32, written or added to; M % 256 == 0, N % 256 == 0, K % 64 == 0
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+weight_gradient(const __grid_constant__ Map a, const __grid_constant__ Map b, const __grid_constant__ Map total, int adds, int M, int N, int K, int group) {
+    extern __shared__ __align__(1024) char memory[];
+    Memory m = laid_out(memory, 1);
+    u32 rank = cluster_rank();
+    int rows = M / (2 * ROWS), columns = N / COLUMNS;
+    auto finish = [&](int of, int lane) {
+        if (of == 2 || lane) return;
+        for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2) {
+            int i, j;
+            place(tile, rows, columns, group, i, j);
+            for (int half = 0; half < 2; half++) {
+                barrier_wait(m.given + 8 * of, half);
+                for (int n = 0; n < 4; n++) {
+                    int x = j * COLUMNS + half * 128 + n * 32, y = (2 * i + rank) * ROWS + of * 64;
+                    u32 from = m.pieces + (of * 4 + n) * PIECE;
+                    if (adds) send_to_add(&total, x, y, from);
+                    else send(&total, x, y, from);
                 }
+                sent<0>();
                 barrier_arrive(m.taken + 8 * of);
             }
         }
-        if (warp == 0) written();
+        written();
     };
-    run_tiles<1>(&a, &b, m, rows, columns, group, K / STEP, COLUMNS, 128, finish);
+    run_tiles<1, 1, true>(&a, &b, m, rows, columns, group, K / STEP, COLUMNS, 128, finish);
 }
