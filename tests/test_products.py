@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.kernels import hopper_products
+from lightning_megatron.kernels import hopper_products, timing
 from lightning_megatron.kernels.products import (
     TorchProducts,
     TunedProducts,
@@ -84,7 +84,6 @@ class Library:
 
 
 def tuned(library: Library, path: Path | None, monkeypatch: pytest.MonkeyPatch) -> TunedProducts:
-    from lightning_megatron.kernels import products
 
     made = TunedProducts.__new__(TunedProducts)
     made._made, made._device, made._path, made._maker = library, torch.device("cpu"), path, "a GPU, cuBLASLt 1"
@@ -95,7 +94,7 @@ def tuned(library: Library, path: Path | None, monkeypatch: pytest.MonkeyPatch) 
         run(algorithm)
         return library.times[algorithm] or 0.0
 
-    monkeypatch.setattr(products, "_seconds", seconds)
+    monkeypatch.setattr(timing, "_seconds", seconds)
     monkeypatch.setattr(TunedProducts, "_workspace", lambda self: torch.empty(0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
@@ -156,27 +155,25 @@ class Adding(Library):
 class Ways:
     """Two ways to a result, the time that each takes, and what has run; one may be refused."""
 
-    def __init__(self, *times: float | None) -> None:
-        self.times, self.ran = times, list[int]()
+    def __init__(self, *times: float | None, differs: float = 0.0) -> None:
+        self.times, self.ran, self.differs = times, list[int](), differs
 
     @property
-    def calls(self) -> tuple[Callable[[], int], ...]:
+    def calls(self) -> tuple[Callable[[], Tensor], ...]:
         return tuple(lambda way=way: self.run(way) for way in range(len(self.times)))
 
-    def run(self, way: int) -> int:
+    def run(self, way: int) -> Tensor:
         self.ran.append(way)
         if self.times[way] is None:
             raise RuntimeError("refused")
-        return way
+        return torch.full((3,), 1.0 + self.differs * way)
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from lightning_megatron.kernels import products
-
         def seconds(run: Callable[[int], Any], algorithm: int, repeats: int) -> float:
             run(algorithm)
             return self.times[algorithm] or 0.0
 
-        monkeypatch.setattr(products, "_seconds", seconds)
+        monkeypatch.setattr(timing, "_seconds", seconds)
 
 
 @pytest.mark.parametrize(("times", "best"), [((2.0, 1.0), 1), ((1.0, 2.0), 0), ((1.0, 0.99), 0), ((2.0, None), 0)], ids=str)
@@ -200,11 +197,20 @@ def test_the_faster_way_is_found_once_and_kept_in_the_file(
     assert len(one.chosen) == 3
 
 
+@pytest.mark.parametrize(("differs", "best"), [(1e-3, 1), (0.1, 0), (float("nan"), 0)])
+def test_a_way_with_another_result_is_not_taken_however_fast(
+    differs: float, best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways, products = Ways(2.0, 1.0, differs=differs), tuned(Library(), None, monkeypatch)
+    ways.patch(monkeypatch)
+    assert products._way("gated forward", (4, 8, 6, 8), ways.calls) == best
+
+
 def test_nothing_is_timed_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, ways = tmp_path / "products.json", Ways(2.0, 1.0)
     products = tuned(Library(), path, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr("lightning_megatron.kernels.products._seconds", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr("lightning_megatron.kernels.timing._seconds", lambda *_: pytest.fail("timed"))
     assert products._way("gated forward", (4, 8, 6, 8), ways.calls) == 0
     assert not products.chosen
     assert not path.exists()
@@ -260,7 +266,7 @@ def test_tuned_products_do_swiglu_in_the_faster_way(
         inside.pop()
         return (*times, 9.0, 9.0)[algorithm]
 
-    monkeypatch.setattr("lightning_megatron.kernels.products._seconds", seconds)
+    monkeypatch.setattr("lightning_megatron.kernels.timing._seconds", seconds)
     x, grad, above, down = torch.randn(shape), torch.randn(shape), torch.randn(12, 8), torch.randn(8, 6)
     assert products.gates(x, above)
     plain, result = TorchProducts(), products.forward_gated(x, above)
@@ -328,7 +334,7 @@ def test_weight_gradients_are_timed_where_they_are_written_and_not_where_they_ar
         run(algorithm)
         return (*times, 9.0, 9.0)[algorithm]
 
-    monkeypatch.setattr("lightning_megatron.kernels.products._seconds", seconds)
+    monkeypatch.setattr("lightning_megatron.kernels.timing._seconds", seconds)
     rows, x = torch.randn(4, 8), torch.randn(4, 6)
     total = torch.zeros(8, 6)
     products.weight_gradient(total, rows, x, add=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.kernels import glu, hopper_products
+from lightning_megatron.kernels.timing import agrees, tensors_of, times_of
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 16  # of all sizes: what every algorithm takes
 _ALIGNMENT = 256  # bytes, of what is added: what proposals count on unless the library is told otherwise
 _SMALLEST = 2**32  # multiplications, below which nothing is gained
-_ROUNDS, _BLOCK_S, _MARGIN, _MOST = 3, 0.1, 1.06, 4
 _CLEARLY = 0.98  # of the time of what it replaces: what is faster by less when it runs alone may not be in a step
 
 
@@ -183,10 +182,16 @@ class TunedProducts(TorchProducts):
         if not self._takes(rows, x, total):
             super().weight_gradient(total, rows, x, add=add)
             return
-        ways = (
-            lambda: self.multiply(rows, x, total, transpose_a=True, accumulate=add),
-            lambda: hopper_products.weight_gradient(rows, x, total, add=add),
-        )
+
+        def by_library() -> Tensor:
+            self.multiply(rows, x, total, transpose_a=True, accumulate=add)
+            return total
+
+        def by_own() -> Tensor:
+            hopper_products.weight_gradient(rows, x, total, add=add)
+            return total
+
+        ways = by_library, by_own
         key = ("weight gradient", (*rows.shape, x.shape[1]))
         fits = hopper_products.fits_weight(rows, x, total)
         ways[0 if not fits else self._found(*key) if add else self._way(*key, ways)]()
@@ -259,17 +264,21 @@ class TunedProducts(TorchProducts):
         # Timing writes the result many times, so what is added to must have been found by a product that is not. What lies
         # elsewhere is read each time, as it will be: with it or without, the choice is that of the shape.
         if not accumulate and self._is_open(key):
-            times = _times(run, product.num_algorithms)
+            times = times_of(run, product.num_algorithms)
             self._keep(key, min(times, key=lambda algorithm: times[algorithm], default=0))
         run(self.chosen.get(key, 0))
 
     def _way(self, name: str, sizes: tuple[int, ...], ways: Sequence[Callable[[], Any]]) -> int:
-        """Which of several ways to the same result to go for these sizes: the first, unless another is clearly faster."""
+        """Which of several ways to the same result to go for these sizes: the first, unless another is clearly faster.
+
+        One that is refused, or whose result is another, is out.
+        """
         key = way_key(name, sizes)
         if self._is_open(key):
-            ways[0]()  # whose own products are timed first
-            times = _times(lambda way: ways[way](), len(ways))
-            times = {way: time * (_CLEARLY if way == 0 else 1.0) for way, time in times.items()}
+            expected = [tensor.clone() for tensor in tensors_of(ways[0]())]  # its own products are timed here, before it is
+            usable = [0, *(way for way in range(1, len(ways)) if agrees(ways[way], expected))]
+            times = times_of(lambda place: ways[usable[place]](), len(usable))
+            times = {usable[place]: time * (1.0 if place else _CLEARLY) for place, time in times.items()}
             self._keep(key, min(times, key=lambda way: times[way], default=0))
         return self.chosen.get(key, 0)
 
@@ -353,31 +362,3 @@ def products_of(tune: bool | str, device: torch.device) -> Products:
     if device.type != "cuda":
         raise ValueError(f"tune_products={tune!r} times cuBLASLt's algorithms, but the device is {device}; set it to False.")
     return TunedProducts(device, None if tune is True else Path(tune))
-
-
-def _times(run: Callable[[int], Any], number: int) -> dict[int, float]:
-    """Seconds of those that are nearly the fastest, each timed in turn for ``_BLOCK_S`` several times; the median."""
-    quick = {}
-    for algorithm in range(number):
-        try:
-            quick[algorithm] = _seconds(run, algorithm, 3)
-        except RuntimeError:
-            continue  # proposed, and refused
-    best = min(quick.values(), default=0.0)
-    near = sorted((algorithm for algorithm in quick if quick[algorithm] <= best * _MARGIN), key=lambda i: quick[i])[:_MOST]
-    times: dict[int, list[float]] = {algorithm: [] for algorithm in near}
-    for _ in range(_ROUNDS):
-        for algorithm in near:
-            times[algorithm].append(_seconds(run, algorithm, max(3, int(_BLOCK_S / best))))
-    return {algorithm: statistics.median(times[algorithm]) for algorithm in near}
-
-
-def _seconds(run: Callable[[int], Any], algorithm: int, repeats: int) -> float:
-    run(algorithm)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(repeats):
-        run(algorithm)
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / repeats / 1e3
