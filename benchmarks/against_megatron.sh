@@ -13,7 +13,8 @@ declare -A rows=(
     [8b-bf16]="--shape llama-8b-8l --backend torch --remainders"
     [8b-delayed]="--shape llama-8b-8l --fp8 delayed --remainders"
     [8b-current]="--shape llama-8b-8l --fp8 current --remainders"
-    [8b-best]="--shape llama-8b-8l --fp8 delayed --fp8-head --fp8-attention --fp8-params --fp8-fast-gradients"
+    [8b-best]="--shape llama-8b-8l --fp8 delayed --fp8-head --fp8-attention --fp8-params"
+    [8b-fast]="--shape llama-8b-8l --fp8 delayed --fp8-head --fp8-attention --fp8-params --fp8-fast-gradients"
     [1b-bf16]="--shape llama-1b --seq 4096 --mbs 4 --gbs 16 --backend torch --te-cudnn --remainders"
 )
 [ $# -gt 0 ] || set -- "${!rows[@]}"
