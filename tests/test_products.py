@@ -206,6 +206,16 @@ def test_a_way_with_another_result_is_not_taken_however_fast(
     assert products._way("gated forward", (4, 8, 6, 8), ways.calls) == best
 
 
+@pytest.mark.parametrize(("wide", "best"), [(lambda made: made[0], 1), (lambda made: (made[0], made[1][0]), 0)])
+def test_what_cannot_be_compared_is_compared_by_what_it_is_made_into(
+    wide: Callable[[Any], Any], best: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways, products = Ways(2.0, 1.0), tuned(Library(), None, monkeypatch)
+    ways.patch(monkeypatch)
+    calls = tuple(lambda way=way: (ways.run(way), [torch.full((2,), 1.0 + way)]) for way in range(2))
+    assert products._way("gated forward", (4, 8, 6, 8), calls, wide=wide) == best
+
+
 def test_nothing_is_timed_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, ways = tmp_path / "products.json", Ways(2.0, 1.0)
     products = tuned(Library(), path, monkeypatch)

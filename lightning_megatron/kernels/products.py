@@ -268,15 +268,27 @@ class TunedProducts(TorchProducts):
             self._keep(key, min(times, key=lambda algorithm: times[algorithm], default=0))
         run(self.chosen.get(key, 0))
 
-    def _way(self, name: str, sizes: tuple[int, ...], ways: Sequence[Callable[[], Any]]) -> int:
+    def _way(
+        self, name: str, sizes: tuple[int, ...], ways: Sequence[Callable[[], Any]], *, wide: Callable[[Any], Any] | None = None
+    ) -> int:
         """Which of several ways to the same result to go for these sizes: the first, unless another is clearly faster.
 
         One that is refused, or whose result is another, is out.
+
+        Args:
+            name: of what they make.
+            sizes: of what it is made of.
+            ways: they write nothing that they read.
+            wide: what of a result is compared, a tensor or several; all of it without.
         """
+
+        def shown(way: int) -> Any:
+            return ways[way]() if wide is None else wide(ways[way]())
+
         key = way_key(name, sizes)
         if self._is_open(key):
-            expected = [tensor.clone() for tensor in tensors_of(ways[0]())]  # its own products are timed here, before it is
-            usable = [0, *(way for way in range(1, len(ways)) if agrees(ways[way], expected))]
+            expected = [tensor.clone() for tensor in tensors_of(shown(0))]  # its own products are timed here, before it is
+            usable = [0, *(way for way in range(1, len(ways)) if agrees(partial(shown, way), expected))]
             times = times_of(lambda place: ways[usable[place]](), len(usable))
             times = {usable[place]: time * (1.0 if place else _CLEARLY) for place, time in times.items()}
             self._keep(key, min(times, key=lambda way: times[way], default=0))

@@ -9,7 +9,8 @@ Note [Handed over in 8 bits]
 Between the norm and the column layer behind it and between 8-bit attention and the row layer behind it, forward, and between
 the row layer and the gated column layer before it and between the rotation and the projection before it, backward, only 8
 bits are needed, of a tensor that nobody else uses. It goes through a ``Handoff``, so that it is never written in 16 bits;
-autograd sees a tensor that takes no memory, a NaN in all places, in its place.
+autograd sees a tensor that takes no memory, a NaN in all places, in its place. Likewise a gated column layer may hand over
+what the activation makes of its result, beside the result itself; the row layer that finds nothing makes the same from that.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Job:
         activation: before a row layer.
         activates_again: make the activation again for the weight's gradient instead of keeping it.
         num_pieces: in which products and their communication are done beside each other; 1: one after the other.
-        given: where the input may be, instead of in the argument.
+        given: where the input may be, instead of in the argument; of a row layer with an activation, the activated.
+        activated: where a lone rank's column layer may put the SwiGLU of its result.
         handoff: between a row layer and the column layer before it: the gradient of what lies between.
     """
 
@@ -138,6 +140,7 @@ class Job:
     activates_again: bool = False
     num_pieces: int = 1
     given: Handoff | None = field(default=None, compare=False)
+    activated: Handoff | None = field(default=None, compare=False)
     handoff: Handoff | None = field(default=None, compare=False)
 
     def weight(self, weight: Tensor) -> Narrow:
@@ -201,7 +204,12 @@ class ColumnLinear(torch.autograd.Function):
         narrow = None if job.given is None else job.given.take()
 
         def multiply(matrix: Narrow, out: Tensor | None) -> Tensor:
-            return ops.product(factor, matrix, bias, x, out=out)
+            after = job.activated
+            made = None if after is None else ops.product_gated(factor, matrix, x, after.slot, record=job.record)
+            if after is None or made is None:
+                return ops.product(factor, matrix, bias, x, out=out)
+            result, after.narrow = made
+            return result
 
         if narrow is None:
             rows = _rows(x)
@@ -254,8 +262,8 @@ class RowLinear(torch.autograd.Function):
         """
         ops = job.operations
         narrow = None if job.given is None else job.given.take()
-        rows = _rows(x) if narrow is None else None
-        if rows is None:
+        rows = _rows(x) if narrow is None or job.activation is not None else None
+        if narrow is not None or rows is None:
             pass
         elif job.activation is None:
             narrow = ops.quantize(rows, job.input_slot, record=job.record)

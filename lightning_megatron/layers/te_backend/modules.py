@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.mlp import MLP, GatedMLP
 from lightning_megatron.layers.norm import RMSNorm
-from lightning_megatron.layers.residual import can_take, onto
+from lightning_megatron.layers.residual import can_take, is_bare, onto
 from lightning_megatron.layers.rope import RopeTables, rotate_fused
 from lightning_megatron.layers.te_backend.functions import (
     AddNarrowNorm,
@@ -91,9 +91,13 @@ class FusedColumnLinear(ColumnParallelLinear):
         self.scales = scales
         _check_aligned(self.weight, scales, "a weight")
 
-    def forward(self, x: Tensor, handoff: Handoff | None = None) -> Tensor:
-        """``[S/tp, B, in] -> [S, B, out/tp]`` under sequence parallelism, else ``[S, B, in] -> [S, B, out/tp]``."""
-        job = replace(self.job, epoch=_begin(self.scales, x), record=torch.is_grad_enabled(), handoff=handoff)
+    def forward(self, x: Tensor, handoff: Handoff | None = None, *, activated: Handoff | None = None) -> Tensor:
+        """``[S/tp, B, in] -> [S, B, out/tp]`` under sequence parallelism, else ``[S, B, in] -> [S, B, out/tp]``.
+
+        ``activated``: where a lone rank may put the SwiGLU of the result.
+        """
+        epoch, record = _begin(self.scales, x), torch.is_grad_enabled()
+        job = replace(self.job, epoch=epoch, record=record, handoff=handoff, activated=activated)
         if handoff is not None:
             handoff.slot = job.grad_slot
         padded = _padded(x, self.scales, job)
@@ -144,14 +148,17 @@ class FusedRowLinear(RowParallelLinear):
         activation: Activation | None = None,
         handoff: Handoff | None = None,
         *,
+        activated: Handoff | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """``[S, B, in/tp] -> [S/tp, B, out]`` under sequence parallelism, else ``[S, B, in/tp] -> [S, B, out]``.
 
-        With ``activation`` the input is the activation's: ``[S, B, 2 in/tp]`` for a gated one. ``residual`` is added.
+        With ``activation`` the input is the activation's: ``[S, B, 2 in/tp]`` for a gated one; ``activated`` is where its
+        result may be already. ``residual`` is added.
         """
         epoch, record = _begin(self.scales, x), torch.is_grad_enabled()
         job = replace(self.job, epoch=epoch, record=record, activation=activation, handoff=handoff)
+        job = job if activated is None else replace(job, given=activated)
         padded = _padded(x, self.scales, job)
         inside = residual if padded is x and job.axis.size == 1 else None
         result: Tensor = RowLinear.apply(padded, self.weight, job, inside)  # type: ignore[no-untyped-call]
@@ -184,7 +191,7 @@ class NarrowHead(VocabParallelHead):
 
 
 class FusedGatedMLP(GatedMLP):
-    """``GatedMLP`` whose activation is computed by the linear behind it. See Note [Handed over in 8 bits]."""
+    """``GatedMLP`` whose activation is computed by a linear beside it. See Note [Handed over in 8 bits]."""
 
     def takes_residual(self, residual: Tensor) -> bool:
         """See ``layers/residual.py``."""
@@ -198,7 +205,8 @@ class FusedGatedMLP(GatedMLP):
         handoff = Handoff() if up.bias is None and torch.is_grad_enabled() else None
         padded = _padded(hidden, up.scales, up.job)
         inside = residual if padded is hidden else None
-        transformed: Tensor = down(up(padded, handoff), "swiglu", handoff, **onto(inside))
+        between = {"activated": Handoff(down.job.input_slot)} if _are_joined(up, down) else {}
+        transformed: Tensor = down(up(padded, handoff, **between), "swiglu", handoff, **between, **onto(inside))
         if padded is hidden:
             return transformed
         transformed = transformed[: hidden.shape[0]]
@@ -253,6 +261,15 @@ def _job(linear: Any, operations: Operations, scales: Scales | None, given: Hand
         input_slot, grad_slot = scales.slot(torch.float8_e4m3fn), scales.slot(torch.float8_e5m2)
     options: dict[str, Any] = {"num_pieces": mesh.parallelism.tp_overlap, "given": given}
     return Job(operations, WeightCache(), mesh.tp, mesh.sequence_parallel, input_slot, grad_slot, **options)
+
+
+def _are_joined(up: nn.Module, down: nn.Module) -> bool:
+    """Whether ``up`` may activate for ``down``: it has the whole input and nobody sees, or changes, what lies between."""
+    if type(up) is not FusedColumnLinear or type(down) is not FusedRowLinear:
+        return False
+    is_bound = any(not is_bare(linear) or "forward" in vars(linear) for linear in (up, down))
+    waits = all(getattr(hook, "only_waits", False) for hook in down._forward_pre_hooks.values())
+    return up.mesh.tp.size == 1 and up.bias is None and down.job.input_slot is not None and waits and not is_bound
 
 
 def _begin(scales: Scales | None, x: Tensor) -> int:

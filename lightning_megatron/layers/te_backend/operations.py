@@ -124,6 +124,15 @@ class Operations(Protocol):
         """
         ...
 
+    def product_gated(
+        self, weight: Narrow, x: Narrow, like: Tensor, slot: Slot | None, *, record: bool
+    ) -> tuple[Tensor, Narrow] | None:
+        """``x weight^T`` and its SwiGLU, quantized: ``[N, in], [2n, in] -> [N, 2n], [N, n]``.
+
+        ``None`` if it is not to be had at once: ``product`` and ``activate_quantized`` make the same, one after the other.
+        """
+        ...
+
     def adds_to(self, added: Tensor, weight: Tensor) -> bool:
         """Whether ``product`` by that parameter, which may be held in 8 bits, adds ``[.., out]`` without a pass for it."""
         ...

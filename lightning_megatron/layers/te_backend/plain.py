@@ -162,6 +162,15 @@ class PlainOperations:
         result = F.linear(_wide(x), _wide(weight), None if bias is None else bias.to(_wide(x).dtype))
         return _placed(result if added is None else added + result, like, out)
 
+    def product_gated(
+        self, weight: Tensor | Rounded, x: Tensor | Rounded, like: Tensor, slot: Slot | None, *, record: bool
+    ) -> tuple[Tensor, Tensor | Rounded] | None:
+        """See ``Operations``."""
+        if self._options is None or slot is None:
+            return None
+        both = self.product(weight, x, None, like)
+        return both, self.activate_quantized(both, "swiglu", slot, record=record)
+
     def adds_to(self, added: Tensor, weight: Tensor) -> bool:
         """See ``Operations``. Where the products of 16 bits do, so that tests can have both."""
         return current_products().adds_to(added, weight)

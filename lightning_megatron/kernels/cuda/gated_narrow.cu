@@ -1,0 +1,176 @@
+// The forward product of a gated feed-forward block in 8 bits, e4m3 by one factor a matrix, with SwiGLU in it, rounded to e4m3 in
+// both forms that products want. What two separate passes would round is rounded here, so results are theirs.
+
+// As ``multiply``, of numbers of 8 bits, K last in both.
+__device__ __forceinline__ void multiply_narrow(float (&d)[128], u64 a, u64 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
+        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
+        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+        "}, %128, %129, p, 1, 1;\n}"
+        : D64(0), D64(64)
+        : "l"(a), "l"(b), "r"(add));
+}
+
+// As ``product``: a stage holds 128 numbers of a row, of which one instruction takes 32, which are 32 bytes as 16 wider ones are.
+// Sums stay in the tensor cores, which keep fewer bits than fp32: what others call fast accumulation.
+__device__ __forceinline__ void product_narrow(float (&d)[128], u32 a, u32 b, u32 full, u32 empty, Turn& turn, int steps, bool signals, u32 signal_to) {
+    int before = 0;
+    for (int step = 0; step < steps; step++) {
+        barrier_wait(full + 8 * turn.stage, turn.phase);
+        u64 at_a = described(a + turn.stage * A_BYTES, SWIZZLED | (1ull << 16));
+        u64 at_b = described(b + turn.stage * B_BYTES, SWIZZLED | (1ull << 16));
+        multiplies_begin();
+#pragma unroll
+        for (int k = 0; k < LINE / 32; k++) multiply_narrow(d, at_a + 2 * k, at_b + 2 * k, step > 0 || k > 0);
+        multiplies_commit();
+        multiplies_wait<1>();
+        if (step > 0 && signals) barrier_arrive_at(empty + 8 * before, signal_to);
+        before = turn.stage;
+        turn.next<STAGES>();
+    }
+    multiplies_wait<0>();
+    if (signals) barrier_arrive_at(empty + 8 * before, signal_to);
+}
+
+// As ``hand_over``, times a factor.
+__device__ __forceinline__ void hand_over_times(float (&d)[128], float factor, u32 pieces, int thread, u32 taken, u32 parity, u32 given) {
+    barrier_wait(taken, parity);
+#pragma unroll
+    for (int c = 0; c < 32; c += 2) {
+        int i = 4 * c;
+        put(matrix_row(pieces + c / 8 * PIECE, thread, c % 8), rounded(d[i] * factor, d[i + 1] * factor), rounded(d[i + 2] * factor, d[i + 3] * factor),
+            rounded(d[i + 4] * factor, d[i + 5] * factor), rounded(d[i + 6] * factor, d[i + 7] * factor));
+    }
+    fence_async();
+    __syncwarp();
+    if ((thread & 31) == 0) barrier_arrive(given);
+}
+
+// By the instructions that Triton makes of ``tl.sigmoid``: what is rounded to few bits must be the same bits before. Flushing the
+// smallest exponentials changes nothing, as 1 is added.
+__device__ __forceinline__ float sigmoid_as_triton(float x) {
+    float e, s;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269502162933349609375f));
+    asm("div.full.f32 %0, 0f3F800000, %1;" : "=f"(s) : "f"(e + 1.0f));
+    return s;
+}
+// Four numbers in e4m3, the first in the lowest byte. What exceeds it becomes its largest number, NaN stays NaN.
+__device__ __forceinline__ u32 narrowed(float a, float b, float c, float d) {
+    u32 word;
+    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}"
+        : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return word;
+}
+// SwiGLU of 8 columns of a row: their bytes.
+__device__ __forceinline__ void activate(const u32 (&gate)[4], const u32 (&up)[4], float factor, float& largest, u32 (&bytes)[2]) {
+    float made[8];
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        float g = n & 1 ? high(gate[n / 2]) : low(gate[n / 2]), u = n & 1 ? high(up[n / 2]) : low(up[n / 2]);
+        float value = g * sigmoid_as_triton(g) * u;
+        largest = fmaxf(largest, fabsf(value));
+        made[n] = value * factor;
+    }
+    bytes[0] = narrowed(made[0], made[1], made[2], made[3]);
+    bytes[1] = narrowed(made[4], made[5], made[6], made[7]);
+}
+// Four words of four bytes, turned: word n holds the nth byte of each.
+__device__ __forceinline__ void turn(u32 a, u32 b, u32 c, u32 d, u32 (&words)[4]) {
+    u32 first = __byte_perm(a, b, 0x5140), second = __byte_perm(c, d, 0x5140), third = __byte_perm(a, b, 0x7362), fourth = __byte_perm(c, d, 0x7362);
+    words[0] = __byte_perm(first, second, 0x5410);
+    words[1] = __byte_perm(first, second, 0x7632);
+    words[2] = __byte_perm(third, fourth, 0x5410);
+    words[3] = __byte_perm(third, fourth, 0x7632);
+}
+__device__ __forceinline__ void store_two(unsigned char* p, const u32 (&v)[2]) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v[0]), "r"(v[1]) : "memory");
+}
+__device__ __forceinline__ void store_one(unsigned char* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+
+// Of 64 tokens and 128 columns handed over a warp takes 32 by 32 at a time, a lane 4 tokens by 8 columns. So each store of the warp
+// fills sectors of 32 bytes, 8 of rows (a token of each lane) or 4 of columns (a column of each), and eight lanes next to each other
+// read what lies in different banks: 4 chunks of two rows that are 4 apart.
+__device__ __forceinline__ void activate_block(u32 pieces, int block, int lane, float factor, float& largest, unsigned char* rows, unsigned char* columns, int M, int F) {
+    int token = block % 2 * 32 + lane / 4 * 4, chunk = block / 2 * 4 + lane % 4;
+    u32 bytes[4][2];
+    unsigned char* to = rows + (long long)token * F + chunk * 8;
+#pragma unroll
+    for (int t = 0; t < 4; t++, to += F) {
+        u32 gate[4], up[4];
+        read(chunk_at(pieces, token + t, chunk), gate);
+        read(chunk_at(pieces, token + t, chunk + 16), up);
+        activate(gate, up, factor, largest, bytes[t]);
+        store_two(to, bytes[t]);
+    }
+    to = columns + (long long)(chunk * 8) * M + token;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        u32 words[4];
+        turn(bytes[0][n], bytes[1][n], bytes[2][n], bytes[3][n], words);
+#pragma unroll
+        for (int c = 0; c < 4; c++, to += M) store_one(to, words[c]);
+    }
+}
+
+// x [M, K], w [2F, K], both [M, 2F], rows [M, F], columns [F, M]; M % 256 == 0, F % 128 == 0, K % 128 == 0. Maps of x and w take
+// bytes two by two. The activated is multiplied by scale, its largest magnitude raises amax; who guesses the scale notes it behind
+// the inverse.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+gated_narrow_forward(const __grid_constant__ Map x, const __grid_constant__ Map w, const __grid_constant__ Map both, const float* x_inverse, const float* w_inverse,
+                     unsigned char* act_rows, unsigned char* act_columns, float* inverse, const float* scale, int* amax, int guesses, int M, int F, int K, int group) {
+    extern __shared__ __align__(1024) char memory[];
+    Memory m = laid_out(memory);
+    u32 rank = cluster_rank();
+    int rows = M / (2 * ROWS), columns = F / 128, steps = K / LINE, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    if (warp < 8) {
+        more_registers<200>();
+        int thread = threadIdx.x & 127, who = threadIdx.x >> 7;
+        float factor = *x_inverse * *w_inverse;
+        Turn turn;
+        u32 parity = 1;
+        float d[128];
+        for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2, parity ^= 1) {
+            product_narrow(d, m.a + who * (A_BYTES / 2), m.b, m.full, m.empty, turn, steps, thread < 2, thread & 1);
+            hand_over_times(d, factor, m.pieces + who * 4 * PIECE, thread, m.taken + 8 * who, parity, m.given + 8 * who);
+        }
+    } else {
+        fewer_registers<104>();
+        if (warp == 8) load_tiles<0, 0>(&x, &w, m, rows, columns, group, steps, 128, F);
+        else {
+            float factor = *scale, largest = 0.0f;
+            bool sends = warp == 9 && lane == 0;
+            if (guesses && sends && blockIdx.x == 0) inverse[1] = factor;
+            u32 parity = 0;
+            for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2, parity ^= 1) {
+                int i, j;
+                place(tile, rows, columns, group, i, j);
+                for (int of = 0; of < 2; of++) {
+                    int y = (2 * i + rank) * ROWS + of * 64, column = j * 128;
+                    u32 pieces = m.pieces + of * 4 * PIECE;
+                    barrier_wait(m.given + 8 * of, parity);
+                    if (sends) {
+                        send(&both, column, y, pieces);
+                        send(&both, column + 64, y, pieces + PIECE);
+                        send(&both, F + column, y, pieces + 2 * PIECE);
+                        send(&both, F + column + 64, y, pieces + 3 * PIECE);
+                    }
+                    __syncwarp();
+                    unsigned char *to_rows = act_rows + (long long)y * F + column, *to_columns = act_columns + (long long)column * M + y;
+                    for (int block = warp - 9; block < 8; block += 3) activate_block(pieces, block, lane, factor, largest, to_rows, to_columns, M, F);
+                    if (sends) sent<0>();
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(m.taken + 8 * of);
+                }
+            }
+            u32 most = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(largest));  // not negative, so ordered as their bits are
+            if (lane == 0) atomicMax(amax, (int)most);
+            if (sends) written();
+        }
+    }
+    __syncwarp();
+    cluster_sync();
+}
