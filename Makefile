@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PINS := $(VENV)/.pins-installed
 PACKAGE := $(VENV)/.package-installed
+CUDA := $(wildcard lightning_megatron/kernels/cuda/*)
 ARGS ?=
 
 .PHONY: help demo test lint style types suite format clean
@@ -34,6 +35,7 @@ lint: style types
 style: $(PACKAGE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CUDA)
 	$(BIN)/lint-imports --no-logo
 
 types: $(PACKAGE)
@@ -49,6 +51,7 @@ test: style
 format: $(PACKAGE)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CUDA)
 
 clean:
 	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache lightning_logs

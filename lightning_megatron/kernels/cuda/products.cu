@@ -1,9 +1,10 @@
-// Products in bf16: of a gated feed-forward block with SwiGLU, or its gradient, in them; of a linear layer's gradients. Results are
-// rounded where separate passes would round.
+// Products in bf16: of a gated feed-forward block with SwiGLU, or its gradient, in them; of a linear layer's gradients. Results
+// are rounded where separate passes would round.
 
 // x [M, K], w [2F, K], both [M, 2F], act [M, F]; M % 256 == 0, F % 256 == 0, K % 64 == 0
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
-gated_forward(const __grid_constant__ Map x, const __grid_constant__ Map w, const __grid_constant__ Map both, u16* act, int M, int F, int K, int group) {
+    gated_forward(const __grid_constant__ Map x, const __grid_constant__ Map w, const __grid_constant__ Map both, u16* act,
+                  int M, int F, int K, int group) {
     extern __shared__ __align__(1024) char memory[];
     Memory m = laid_out(memory);
     u32 rank = cluster_rank();
@@ -54,7 +55,8 @@ __device__ __forceinline__ void differentiate(u32 (&gate)[4], u32 (&up)[4], cons
         float made[4];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float g = h ? high(gate[v]) : low(gate[v]), u = h ? high(up[v]) : low(up[v]), o = h ? high(of_out[v]) : low(of_out[v]);
+            float g = h ? high(gate[v]) : low(gate[v]), u = h ? high(up[v]) : low(up[v]),
+                  o = h ? high(of_out[v]) : low(of_out[v]);
             float s = sigmoid(g);
             made[h] = o * u * s * (1.0f + g * (1.0f - s));
             made[2 + h] = o * g * s;
@@ -66,7 +68,8 @@ __device__ __forceinline__ void differentiate(u32 (&gate)[4], u32 (&up)[4], cons
 
 // grad [M, K], down [K, F], both and of_both [M, 2F]; M % 256 == 0, F % 256 == 0, K % 64 == 0
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
-gated_backward(const __grid_constant__ Map grad, const __grid_constant__ Map down, const u16* both, u16* of_both, int M, int F, int K, int group) {
+    gated_backward(const __grid_constant__ Map grad, const __grid_constant__ Map down, const u16* both, u16* of_both, int M,
+                   int F, int K, int group) {
     extern __shared__ __align__(1024) char memory[];
     Memory m = laid_out(memory);
     u32 rank = cluster_rank();
@@ -94,7 +97,8 @@ gated_backward(const __grid_constant__ Map grad, const __grid_constant__ Map dow
                     if (row < 12) barrier_wait(m.given + 8 * of, parity);  // gate and up do not depend on what is given
 #pragma unroll
                     for (int n = 0; n < 4; n++) {
-                        u32 of_out[4], gate[4] = {gates[n].x, gates[n].y, gates[n].z, gates[n].w}, up[4] = {ups[n].x, ups[n].y, ups[n].z, ups[n].w};
+                        u32 of_out[4], gate[4] = {gates[n].x, gates[n].y, gates[n].z, gates[n].w},
+                                       up[4] = {ups[n].x, ups[n].y, ups[n].z, ups[n].w};
                         read(chunk_at(pieces, row + n, lane), of_out);
                         differentiate(gate, up, of_out);
                         u16* to = of_both + start + (long long)(row + n) * 2 * F;
@@ -112,7 +116,8 @@ gated_backward(const __grid_constant__ Map grad, const __grid_constant__ Map dow
 
 // a [M, K], b [K, N], out [M, N]; M % 256 == 0, N % 256 == 0, K % 64 == 0
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
-plain_turned(const __grid_constant__ Map a, const __grid_constant__ Map b, const __grid_constant__ Map out, int M, int N, int K, int group) {
+    plain_turned(const __grid_constant__ Map a, const __grid_constant__ Map b, const __grid_constant__ Map out, int M, int N,
+                 int K, int group) {
     extern __shared__ __align__(1024) char memory[];
     Memory m = laid_out(memory, 1);
     u32 rank = cluster_rank();
@@ -124,7 +129,8 @@ plain_turned(const __grid_constant__ Map a, const __grid_constant__ Map b, const
             int i, j;
             place(tile, rows, columns, group, i, j);
             barrier_wait(m.given + 8 * of, parity);
-            for (int n = 0; n < 4; n++) send(&out, j * COLUMNS + n * 64, (2 * i + rank) * ROWS + of * 64, m.pieces + (of * 4 + n) * PIECE);
+            for (int n = 0; n < 4; n++)
+                send(&out, j * COLUMNS + n * 64, (2 * i + rank) * ROWS + of * 64, m.pieces + (of * 4 + n) * PIECE);
             sent<0>();
             barrier_arrive(m.taken + 8 * of);
         }
@@ -135,7 +141,8 @@ plain_turned(const __grid_constant__ Map a, const __grid_constant__ Map b, const
 
 // a [K, M], b [K, N], total [M, N] in fp32, written or added to; M % 256 == 0, N % 256 == 0, K % 64 == 0
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
-weight_gradient(const __grid_constant__ Map a, const __grid_constant__ Map b, const __grid_constant__ Map total, int adds, int M, int N, int K, int group) {
+    weight_gradient(const __grid_constant__ Map a, const __grid_constant__ Map b, const __grid_constant__ Map total, int adds,
+                    int M, int N, int K, int group) {
     extern __shared__ __align__(1024) char memory[];
     Memory m = laid_out(memory, 1);
     u32 rank = cluster_rank();
