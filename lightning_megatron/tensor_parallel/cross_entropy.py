@@ -150,11 +150,14 @@ def losses_of(flat: Tensor, labels: Tensor, valid: Tensor, terms: Terms) -> tupl
 def losses_with_gradient(flat: Tensor, labels: Tensor, valid: Tensor, terms: Terms, *, ignore_index: int) -> Tensor:
     """Losses of rows of logits ``[N, V_padded/tp]``, which become the gradient of each row's own loss. Collective."""
     if terms.tp.size == 1 and runs_on(flat):
-        from lightning_megatron.kernels.cross_entropy import losses_with_gradient as compute
+        from lightning_megatron.kernels import cross_entropy, cross_entropy_held
 
+        labels = labels.contiguous()
+        held = cross_entropy_held.fits(flat, labels, ignore_index=ignore_index)
+        compute = cross_entropy_held.losses_with_gradient if held else cross_entropy.losses_with_gradient
         return compute(
             flat,
-            labels.contiguous(),
+            labels,
             num_real=terms.num_real(flat.shape[-1]),
             ignore_index=ignore_index,
             label_smoothing=terms.label_smoothing,

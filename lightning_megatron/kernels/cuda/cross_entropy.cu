@@ -7,12 +7,13 @@
 // Each warp sends its (largest, sum) to every program of the cluster, where data and signal arrive together; all warps join the 60 of
 // them in the same order, so all have the same bits. Two sets of cells are enough: who sends for row k + 2 has had all warps' news of
 // row k + 1, and each warp sent that after it had read the cells of row k.
-constexpr int PARTS = 4;                                // programs of a cluster
-constexpr int WORKERS = 480, WARPS = WORKERS / 32;      // threads that compute; one more warp copies: 16 have 128 registers a thread, 17 had 96
-constexpr int EACH = 9;                                 // pieces of 16 bytes of a row that a thread holds
+constexpr int PARTS = 4;  // programs of a cluster
+constexpr int WORKERS = 480,
+              WARPS = WORKERS / 32;  // threads that compute; one more warp copies: 16 have 128 registers a thread, 17 had 96
+constexpr int EACH = 9;              // pieces of 16 bytes of a row that a thread holds
 constexpr int HOLDS = 3, HOLD_BYTES = WORKERS * EACH * 16;
 constexpr int CELLS = PARTS * WARPS, CELLS_BYTES = CELLS * 16;
-constexpr u32 NOTHING = 0xFF80FF80u;                    // -inf, twice
+constexpr u32 NOTHING = 0xFF80FF80u;  // -inf, twice
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float power(float x) {
@@ -33,7 +34,9 @@ __device__ __forceinline__ u32 read_one(u32 at) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
     return v;
 }
-__device__ __forceinline__ void write_one(u32 at, u32 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((u16)v) : "memory"); }
+__device__ __forceinline__ void write_one(u32 at, u32 v) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((u16)v) : "memory");
+}
 __device__ __forceinline__ long long label_at(const long long* p) {  // in order, so that it is under way before it is used
     long long v;
     asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
@@ -45,19 +48,24 @@ __device__ __forceinline__ u64 used_once() {
     return policy;
 }
 __device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u32 b, u64 policy) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-        ::"r"(to), "l"(from), "r"(bytes), "r"(b), "l"(policy) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(b), "l"(policy)
+        : "memory");
 }
 __device__ __forceinline__ void copy_out(void* to, u32 from, u32 bytes, u64 policy) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(from), "r"(bytes), "l"(policy) : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(from),
+                 "r"(bytes), "l"(policy)
+                 : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Three numbers to a cell of a program of the cluster; its barrier is told 16 bytes.
 __device__ __forceinline__ void tell(u32 cell, u32 b, u32 rank, float x, float y, float z) {
     asm volatile(
         "{\n.reg .b32 there, signal;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 signal, %1, %2;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [signal];\n}"
-        ::"r"(cell), "r"(b), "r"(rank), "r"(__float_as_uint(x)), "r"(__float_as_uint(y)), "r"(__float_as_uint(z)), "r"(0u) : "memory");
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [signal];\n}" ::"r"(cell),
+        "r"(b), "r"(rank), "r"(__float_as_uint(x)), "r"(__float_as_uint(y)), "r"(__float_as_uint(z)), "r"(0u)
+        : "memory");
 }
 // From here on no assembly: what is above and in tiles.cuh is all that a simulation has to replace.
 
@@ -82,15 +90,24 @@ struct Given {
     long long ignored;
     float of_target, of_all, of_square;
 };
-struct Part { int first, pieces, real; };  // of a row: its first column, how many pieces of 8 columns, how many columns count
-struct Held { u32 holds, cells, full, done, joined; };
-struct Sums { float top, total, summed; };  // largest times LOG2E; the sum of powers below it; the sum of what counts
+struct Part {
+    int first, pieces, real;
+};  // of a row: its first column, how many pieces of 8 columns, how many columns count
+struct Held {
+    u32 holds, cells, full, done, joined;
+};
+struct Sums {
+    float top, total, summed;
+};  // largest times LOG2E; the sum of powers below it; the sum of what counts
 
 __device__ __forceinline__ Held held_in(char* memory) {
     u32 holds = (address(memory) + 127) & ~127u, cells = holds + HOLDS * HOLD_BYTES, full = cells + 2 * CELLS_BYTES;
     Held m = {holds, cells, full, full + 8 * HOLDS, full + 16 * HOLDS};
     if (threadIdx.x == 0) {
-        for (int n = 0; n < HOLDS; n++) { barrier_init(m.full + 8 * n, 1); barrier_init(m.done + 8 * n, WARPS); }
+        for (int n = 0; n < HOLDS; n++) {
+            barrier_init(m.full + 8 * n, 1);
+            barrier_init(m.done + 8 * n, WARPS);
+        }
         for (int n = 0; n < 2; n++) barrier_init(m.joined + 8 * n, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (int n = 0; n < 2; n++) barrier_expect(m.joined + 8 * n, CELLS_BYTES);
@@ -100,7 +117,8 @@ __device__ __forceinline__ Held held_in(char* memory) {
 }
 
 __device__ __forceinline__ Part part_of(int columns, int num_real, int rank) {
-    int pieces = columns / 8, most = (pieces + PARTS - 1) / PARTS, first = min(rank * most, pieces), count = min(most, pieces - first);
+    int pieces = columns / 8, most = (pieces + PARTS - 1) / PARTS, first = min(rank * most, pieces),
+        count = min(most, pieces - first);
     return {8 * first, count, max(0, min(num_real - 8 * first, 8 * count))};
 }
 
@@ -111,10 +129,14 @@ __device__ __forceinline__ void move_rows(const Given& g, const Held& m, const P
     u32 bytes = 16 * part.pieces;
     auto begin = [&](int row, long long label, int hold) {
         u32 there = m.full + 8 * hold, to = m.holds + hold * HOLD_BYTES;
-        if (label == g.ignored || bytes == 0) { barrier_arrive(there); return; }
+        if (label == g.ignored || bytes == 0) {
+            barrier_arrive(there);
+            return;
+        }
         barrier_expect(there, bytes);
         const char* from = (const char*)(g.logits + (long long)row * g.columns + part.first);
-        for (u32 at = 0; at < bytes; at += most_bytes) copy_in(to + at, from + at, min((u32)most_bytes, bytes - at), there, policy);
+        for (u32 at = 0; at < bytes; at += most_bytes)
+            copy_in(to + at, from + at, min((u32)most_bytes, bytes - at), there, policy);
     };
     int row = blockIdx.x / PARTS, ahead = row;
     for (int n = 0; n < HOLDS && ahead < g.num; n++, ahead += stride) begin(ahead, label_at(g.labels + ahead), n);
@@ -137,10 +159,13 @@ __device__ __forceinline__ void move_rows(const Given& g, const Held& m, const P
 }
 
 // Whose piece the last column that counts is in, with others behind it that do not.
-__device__ __forceinline__ bool at_edge(const Part& part) { return part.real % 8 && part.real / 8 % WORKERS == (int)threadIdx.x; }
+__device__ __forceinline__ bool at_edge(const Part& part) {
+    return part.real % 8 && part.real / 8 % WORKERS == (int)threadIdx.x;
+}
 
 // A thread's share of a row out of a buffer: pieces WORKERS apart. Columns of the edge's piece that do not count have become -inf.
-template <bool SMOOTHS> __device__ __forceinline__ Sums take(u32 hold, const Part& part, float (&powers)[8 * EACH]) {
+template <bool SMOOTHS>
+__device__ __forceinline__ Sums take(u32 hold, const Part& part, float (&powers)[8 * EACH]) {
     u32 words[EACH][4], most = NOTHING;
     float summed = 0.0f;
     if (at_edge(part)) {
@@ -176,7 +201,8 @@ template <bool SMOOTHS> __device__ __forceinline__ Sums take(u32 hold, const Par
 }
 
 // Joins two of a lane each, and those of a warp.
-template <bool SMOOTHS> __device__ __forceinline__ Sums join(const Sums& a, const Sums& b) {
+template <bool SMOOTHS>
+__device__ __forceinline__ Sums join(const Sums& a, const Sums& b) {
     float top = largest_of_warp(fmaxf(a.top, b.top)), base = or_zero(top);
     float total = sum_of_warp(a.total * power(a.top - base) + b.total * power(b.top - base));
     return {top, total, SMOOTHS ? sum_of_warp(a.summed + b.summed) : 0.0f};
@@ -189,7 +215,9 @@ __device__ __forceinline__ Sums cell(u32 at) {
 }
 
 // The gradient over a thread's share; 0 where columns do not count: their powers are 0, and they get no spread.
-template <bool SMOOTHS> __device__ __forceinline__ void put_gradient(u32 hold, const Part& part, const float (&powers)[8 * EACH], float factor, float spread) {
+template <bool SMOOTHS>
+__device__ __forceinline__ void put_gradient(u32 hold, const Part& part, const float (&powers)[8 * EACH], float factor,
+                                             float spread) {
 #pragma unroll
     for (int v = 0; v < EACH; v++) {
         int piece = threadIdx.x + v * WORKERS;
@@ -198,7 +226,8 @@ template <bool SMOOTHS> __device__ __forceinline__ void put_gradient(u32 hold, c
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             const float* both = powers + 8 * v + 2 * n;
-            made[n] = SMOOTHS ? rounded(both[0] * factor - off, both[1] * factor - off) : rounded(both[0] * factor, both[1] * factor);
+            made[n] =
+                SMOOTHS ? rounded(both[0] * factor - off, both[1] * factor - off) : rounded(both[0] * factor, both[1] * factor);
         }
         if (piece < part.pieces) write(hold + 16 * piece, made);
     }
@@ -213,7 +242,8 @@ __device__ __forceinline__ void put_zeros(u32 hold, const Part& part) {
 }
 
 // All warps but the one that copies.
-template <bool SMOOTHS> __device__ __forceinline__ void work_rows(const Given& g, const Held& m, const Part& part, int rank) {
+template <bool SMOOTHS>
+__device__ __forceinline__ void work_rows(const Given& g, const Held& m, const Part& part, int rank) {
     int lane = threadIdx.x % 32, stride = gridDim.x / PARTS, row = blockIdx.x / PARTS;
     u32 own_cell = 16 * (rank * WARPS + threadIdx.x / 32);
     Turn turn, exchange;
@@ -222,7 +252,8 @@ template <bool SMOOTHS> __device__ __forceinline__ void work_rows(const Given& g
         long long label = next;
         if (row + stride < g.num) next = label_at(g.labels + row + stride);
         bool counts = label != g.ignored;
-        u32 hold = m.holds + turn.stage * HOLD_BYTES, cells = m.cells + exchange.stage * CELLS_BYTES, joined = m.joined + 8 * exchange.stage;
+        u32 hold = m.holds + turn.stage * HOLD_BYTES, cells = m.cells + exchange.stage * CELLS_BYTES,
+            joined = m.joined + 8 * exchange.stage;
         float powers[8 * EACH];
         const Sums none = {lowest(), 0.0f, 0.0f};
         Sums own = none;
@@ -232,7 +263,8 @@ template <bool SMOOTHS> __device__ __forceinline__ void work_rows(const Given& g
         if (lane < PARTS) tell(cells + own_cell, joined, lane, of_warp.top, of_warp.total, of_warp.summed);
         __syncwarp();
         barrier_wait(joined, exchange.phase);
-        if (threadIdx.x == 0) barrier_expect(joined, CELLS_BYTES);  // for the row after the next, of which nobody can have sent yet
+        if (threadIdx.x == 0)
+            barrier_expect(joined, CELLS_BYTES);  // for the row after the next, of which nobody can have sent yet
         if (counts) {
             Sums all = join<SMOOTHS>(cell(cells + 16 * lane), lane + 32 < CELLS ? cell(cells + 16 * (lane + 32)) : none);
             float lse = or_zero(all.top) + log2f(all.total), natural = lse * LN2;
@@ -243,7 +275,8 @@ template <bool SMOOTHS> __device__ __forceinline__ void work_rows(const Given& g
             put_gradient<SMOOTHS>(hold, part, powers, power(own.top - lse) * weight, spread);
             if (has_label) {
                 write_one(hold + 2 * (u32)column, rounded(power(fmaf(hit, LOG2E, -lse)) * weight - spread - g.of_target, 0.0f));
-                g.losses[row] = natural - g.of_target * hit - (SMOOTHS ? g.of_all * all.summed : 0.0f) + g.of_square * natural * natural;
+                g.losses[row] =
+                    natural - g.of_target * hit - (SMOOTHS ? g.of_all * all.summed : 0.0f) + g.of_square * natural * natural;
             }
         } else {
             put_zeros(hold, part);
@@ -257,7 +290,8 @@ template <bool SMOOTHS> __device__ __forceinline__ void work_rows(const Given& g
     }
 }
 
-template <bool SMOOTHS> __device__ __forceinline__ void hold_rows(const Given& g, int num_real, int most_bytes) {
+template <bool SMOOTHS>
+__device__ __forceinline__ void hold_rows(const Given& g, int num_real, int most_bytes) {
     extern __shared__ __align__(1024) char memory[];
     Held m = held_in(memory);
     int rank = cluster_rank();
@@ -270,10 +304,12 @@ template <bool SMOOTHS> __device__ __forceinline__ void hold_rows(const Given& g
 
 // logits [num, columns], 16-byte aligned, labels [num], losses [num]; columns % 8 == 0, columns <= PARTS * HOLD_BYTES / 2. A
 // multiple of PARTS programs, of WORKERS + 32 threads. Copies are of most_bytes at most, a multiple of 16.
-#define HELD(name, smooths) \
-    extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(WORKERS + 32, 1) name( \
-        u16* logits, const long long* labels, float* losses, int num, int columns, int num_real, int ignored, float of_target, float of_all, float of_square, int most_bytes) { \
-        hold_rows<smooths>({logits, labels, losses, num, columns, ignored, of_target, of_all, of_square}, num_real, most_bytes); \
+#define HELD(name, smooths)                                                                                         \
+    extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(WORKERS + 32, 1)                     \
+        name(u16* logits, const long long* labels, float* losses, int num, int columns, int num_real, int ignored,  \
+             float of_target, float of_all, float of_square, int most_bytes) {                                      \
+        hold_rows<smooths>({logits, labels, losses, num, columns, ignored, of_target, of_all, of_square}, num_real, \
+                           most_bytes);                                                                             \
     }
 HELD(held_losses, false)
 HELD(held_losses_smoothed, true)

@@ -17,7 +17,8 @@ __device__ __forceinline__ void multiply_narrow(float (&d)[128], u64 a, u64 b, i
 
 // As ``product``: a stage holds 128 numbers of a row, of which one instruction takes 32, which are 32 bytes as 16 wider ones are.
 // Sums stay in the tensor cores, which keep fewer bits than fp32: what others call fast accumulation.
-__device__ __forceinline__ void product_narrow(float (&d)[128], u32 a, u32 b, u32 full, u32 empty, Turn& turn, int steps, bool signals, u32 signal_to) {
+__device__ __forceinline__ void product_narrow(float (&d)[128], u32 a, u32 b, u32 full, u32 empty, Turn& turn, int steps,
+                                               bool signals, u32 signal_to) {
     int before = 0;
     for (int step = 0; step < steps; step++) {
         barrier_wait(full + 8 * turn.stage, turn.phase);
@@ -37,13 +38,15 @@ __device__ __forceinline__ void product_narrow(float (&d)[128], u32 a, u32 b, u3
 }
 
 // As ``hand_over``, times a factor.
-__device__ __forceinline__ void hand_over_times(float (&d)[128], float factor, u32 pieces, int thread, u32 taken, u32 parity, u32 given) {
+__device__ __forceinline__ void hand_over_times(float (&d)[128], float factor, u32 pieces, int thread, u32 taken, u32 parity,
+                                                u32 given) {
     barrier_wait(taken, parity);
 #pragma unroll
     for (int c = 0; c < 32; c += 2) {
         int i = 4 * c;
-        put(matrix_row(pieces + c / 8 * PIECE, thread, c % 8), rounded(d[i] * factor, d[i + 1] * factor), rounded(d[i + 2] * factor, d[i + 3] * factor),
-            rounded(d[i + 4] * factor, d[i + 5] * factor), rounded(d[i + 6] * factor, d[i + 7] * factor));
+        put(matrix_row(pieces + c / 8 * PIECE, thread, c % 8), rounded(d[i] * factor, d[i + 1] * factor),
+            rounded(d[i + 2] * factor, d[i + 3] * factor), rounded(d[i + 4] * factor, d[i + 5] * factor),
+            rounded(d[i + 6] * factor, d[i + 7] * factor));
     }
     fence_async();
     __syncwarp();
@@ -62,11 +65,13 @@ __device__ __forceinline__ float sigmoid_as_triton(float x) {
 __device__ __forceinline__ u32 narrowed(float a, float b, float c, float d) {
     u32 word;
     asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}"
-        : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+        : "=r"(word)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
     return word;
 }
 // SwiGLU of 8 columns of a row: their bytes.
-__device__ __forceinline__ void activate(const u32 (&gate)[4], const u32 (&up)[4], float factor, float& largest, u32 (&bytes)[2]) {
+__device__ __forceinline__ void activate(const u32 (&gate)[4], const u32 (&up)[4], float factor, float& largest,
+                                         u32 (&bytes)[2]) {
     float made[8];
 #pragma unroll
     for (int n = 0; n < 8; n++) {
@@ -80,7 +85,8 @@ __device__ __forceinline__ void activate(const u32 (&gate)[4], const u32 (&up)[4
 }
 // Four words of four bytes, turned: word n holds the nth byte of each.
 __device__ __forceinline__ void turn(u32 a, u32 b, u32 c, u32 d, u32 (&words)[4]) {
-    u32 first = __byte_perm(a, b, 0x5140), second = __byte_perm(c, d, 0x5140), third = __byte_perm(a, b, 0x7362), fourth = __byte_perm(c, d, 0x7362);
+    u32 first = __byte_perm(a, b, 0x5140), second = __byte_perm(c, d, 0x5140), third = __byte_perm(a, b, 0x7362),
+        fourth = __byte_perm(c, d, 0x7362);
     words[0] = __byte_perm(first, second, 0x5410);
     words[1] = __byte_perm(first, second, 0x7632);
     words[2] = __byte_perm(third, fourth, 0x5410);
@@ -89,12 +95,15 @@ __device__ __forceinline__ void turn(u32 a, u32 b, u32 c, u32 d, u32 (&words)[4]
 __device__ __forceinline__ void store_two(unsigned char* p, const u32 (&v)[2]) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v[0]), "r"(v[1]) : "memory");
 }
-__device__ __forceinline__ void store_one(unsigned char* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+__device__ __forceinline__ void store_one(unsigned char* p, u32 v) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 
 // Of 64 tokens and 128 columns handed over a warp takes 32 by 32 at a time, a lane 4 tokens by 8 columns. So each store of the warp
 // fills sectors of 32 bytes, 8 of rows (a token of each lane) or 4 of columns (a column of each), and eight lanes next to each other
 // read what lies in different banks: 4 chunks of two rows that are 4 apart.
-__device__ __forceinline__ void activate_block(u32 pieces, int block, int lane, float factor, float& largest, unsigned char* rows, unsigned char* columns, int M, int F) {
+__device__ __forceinline__ void activate_block(u32 pieces, int block, int lane, float factor, float& largest,
+                                               unsigned char* rows, unsigned char* columns, int M, int F) {
     int token = block % 2 * 32 + lane / 4 * 4, chunk = block / 2 * 4 + lane % 4;
     u32 bytes[4][2];
     unsigned char* to = rows + (long long)token * F + chunk * 8;
@@ -120,8 +129,9 @@ __device__ __forceinline__ void activate_block(u32 pieces, int block, int lane, 
 // bytes two by two. The activated is multiplied by scale, its largest magnitude raises amax; who guesses the scale notes it behind
 // the inverse.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
-gated_narrow_forward(const __grid_constant__ Map x, const __grid_constant__ Map w, const __grid_constant__ Map both, const float* x_inverse, const float* w_inverse,
-                     unsigned char* act_rows, unsigned char* act_columns, float* inverse, const float* scale, int* amax, int guesses, int M, int F, int K, int group) {
+    gated_narrow_forward(const __grid_constant__ Map x, const __grid_constant__ Map w, const __grid_constant__ Map both,
+                         const float* x_inverse, const float* w_inverse, unsigned char* act_rows, unsigned char* act_columns,
+                         float* inverse, const float* scale, int* amax, int guesses, int M, int F, int K, int group) {
     extern __shared__ __align__(1024) char memory[];
     Memory m = laid_out(memory);
     u32 rank = cluster_rank();
@@ -159,8 +169,10 @@ gated_narrow_forward(const __grid_constant__ Map x, const __grid_constant__ Map 
                         send(&both, F + column + 64, y, pieces + 3 * PIECE);
                     }
                     __syncwarp();
-                    unsigned char *to_rows = act_rows + (long long)y * F + column, *to_columns = act_columns + (long long)column * M + y;
-                    for (int block = warp - 9; block < 8; block += 3) activate_block(pieces, block, lane, factor, largest, to_rows, to_columns, M, F);
+                    unsigned char *to_rows = act_rows + (long long)y * F + column,
+                                  *to_columns = act_columns + (long long)column * M + y;
+                    for (int block = warp - 9; block < 8; block += 3)
+                        activate_block(pieces, block, lane, factor, largest, to_rows, to_columns, M, F);
                     if (sends) sent<0>();
                     __syncwarp();
                     if (lane == 0) barrier_arrive(m.taken + 8 * of);
