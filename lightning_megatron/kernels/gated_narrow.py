@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels.hopper import Kernel, TensorMap, compiled, digest, in_context, runs_on
+from lightning_megatron.kernels.hopper_products import counters
 from lightning_megatron.kernels.narrow import CHECK, GUESS, Factor, Narrow, narrowed
 from lightning_megatron.kernels.swiglu_narrow import FORWARD, _swiglu_narrow
 
@@ -73,8 +74,8 @@ def gated_narrow_forward(
         with in_context(device):
             maps = _of_bytes(x, _ROWS), _of_bytes(gate_up, _COLUMNS), TensorMap(both, _PIECE, _PIECE)
             places = x_inv, gate_up_inv, rows, columns, *numbers
-            sizes = num, ffn, size, _GROUP
-            _kernel(device).launch(_num_programs(device), *maps, *places, int(mode == GUESS), *sizes, device=device)
+            sizes = int(mode == GUESS), num, ffn, size, _GROUP
+            _kernel(device).launch(_num_programs(device), *maps, *places, *sizes, counters(device), device=device)
 
     return narrowed(both, (num, ffn), torch.float8_e4m3fn, factor=factor, launch=launch)
 

@@ -84,7 +84,19 @@ def weight_gradient(grad: Tensor, x: Tensor, total: Tensor, *, add: bool) -> Non
 
 
 def _launch(name: str, device: torch.device, *arguments: TensorMap | Tensor | int) -> None:
-    _kernel(name, device).launch(_num_programs(device), *arguments, _GROUP, device=device)
+    _kernel(name, device).launch(_num_programs(device), *arguments, _GROUP, counters(device), device=device)
+
+
+def counters(device: torch.device) -> Tensor:
+    """By which programs share out tiles on the current stream: zeros, int32 ``[2]``, and zeros again behind each kernel."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    return _counters(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@cache
+def _counters(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 @cache

@@ -131,7 +131,8 @@ __device__ __forceinline__ void activate_block(u32 pieces, int block, int lane, 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     gated_narrow_forward(const __grid_constant__ Map x, const __grid_constant__ Map w, const __grid_constant__ Map both,
                          const float* x_inverse, const float* w_inverse, unsigned char* act_rows, unsigned char* act_columns,
-                         float* inverse, const float* scale, int* amax, int guesses, int M, int F, int K, int group) {
+                         float* inverse, const float* scale, int* amax, int guesses, int M, int F, int K, int group,
+                         int* counters) {
     extern __shared__ __align__(1024) char memory[];
     Memory m = laid_out(memory);
     u32 rank = cluster_rank();
@@ -143,21 +144,21 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         Turn turn;
         u32 parity = 1;
         float d[128];
-        for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2, parity ^= 1) {
+        for (Tiles t(m); t.tile < rows * columns; t.next(), parity ^= 1) {
             product_narrow(d, m.a + who * (A_BYTES / 2), m.b, m.full, m.empty, turn, steps, thread < 2, thread & 1);
             hand_over_times(d, factor, m.pieces + who * 4 * PIECE, thread, m.taken + 8 * who, parity, m.given + 8 * who);
         }
     } else {
         fewer_registers<104>();
-        if (warp == 8) load_tiles<0, 0>(&x, &w, m, rows, columns, group, steps, 128, F);
+        if (warp == 8) load_tiles<0, 0>(&x, &w, m, rows, columns, group, steps, 128, F, counters);
         else {
             float factor = *scale, largest = 0.0f;
             bool sends = warp == 9 && lane == 0;
             if (guesses && sends && blockIdx.x == 0) inverse[1] = factor;
             u32 parity = 0;
-            for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2, parity ^= 1) {
+            for (Tiles t(m); t.tile < rows * columns; t.next(), parity ^= 1) {
                 int i, j;
-                place(tile, rows, columns, group, i, j);
+                place(t.tile, rows, columns, group, i, j);
                 for (int of = 0; of < 2; of++) {
                     int y = (2 * i + rank) * ROWS + of * 64, column = j * 128;
                     u32 pieces = m.pieces + of * 4 * PIECE;

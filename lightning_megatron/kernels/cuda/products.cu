@@ -4,16 +4,16 @@
 // x [M, K], w [2F, K], both [M, 2F], act [M, F]; M % 256 == 0, F % 256 == 0, K % 64 == 0
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     gated_forward(const __grid_constant__ Map x, const __grid_constant__ Map w, const __grid_constant__ Map both, u16* act,
-                  int M, int F, int K, int group) {
+                  int M, int F, int K, int group, int* counters) {
     extern __shared__ __align__(1024) char memory[];
     Memory m = laid_out(memory);
     u32 rank = cluster_rank();
     int rows = M / (2 * ROWS), columns = F / 128;
     auto finish = [&](int warp, int lane) {
         u32 parity = 0;
-        for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2, parity ^= 1) {
+        for (Tiles t(m); t.tile < rows * columns; t.next(), parity ^= 1) {
             int i, j;
-            place(tile, rows, columns, group, i, j);
+            place(t.tile, rows, columns, group, i, j);
             for (int of = 0; of < 2; of++) {
                 int y = (2 * i + rank) * ROWS + of * 64, column = j * 128;
                 u32 pieces = m.pieces + of * 4 * PIECE;
@@ -45,7 +45,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         }
         if (warp == 0 && lane == 0) written();
     };
-    run_tiles<0>(&x, &w, m, rows, columns, group, K / STEP, 128, F, finish);
+    run_tiles<0>(&x, &w, m, rows, columns, group, K / STEP, 128, F, counters, finish);
 }
 
 // The gradient of gate and up at 8 columns of a row, by that of the activated; gate and up are written over.
@@ -69,16 +69,16 @@ __device__ __forceinline__ void differentiate(u32 (&gate)[4], u32 (&up)[4], cons
 // grad [M, K], down [K, F], both and of_both [M, 2F]; M % 256 == 0, F % 256 == 0, K % 64 == 0
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     gated_backward(const __grid_constant__ Map grad, const __grid_constant__ Map down, const u16* both, u16* of_both, int M,
-                   int F, int K, int group) {
+                   int F, int K, int group, int* counters) {
     extern __shared__ __align__(1024) char memory[];
     Memory m = laid_out(memory);
     u32 rank = cluster_rank();
     int rows = M / (2 * ROWS), columns = F / COLUMNS;
     auto finish = [&](int warp, int lane) {
         u32 parity = 0;
-        for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2, parity ^= 1) {
+        for (Tiles t(m); t.tile < rows * columns; t.next(), parity ^= 1) {
             int i, j;
-            place(tile, rows, columns, group, i, j);
+            place(t.tile, rows, columns, group, i, j);
             long long first = (long long)(2 * i + rank) * ROWS * 2 * F + j * COLUMNS;
             for (int line = 32 * warp + lane; line < ROWS * 8; line += 96)  // 512 bytes of gate and of up a row
                 prefetch_line(both + first + (long long)(line / 8) * 2 * F + (line % 8) / 4 * F + line % 4 * 64);
@@ -111,13 +111,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
             }
         }
     };
-    run_tiles<1>(&grad, &down, m, rows, columns, group, K / STEP, COLUMNS, 128, finish);
+    run_tiles<1>(&grad, &down, m, rows, columns, group, K / STEP, COLUMNS, 128, counters, finish);
 }
 
 // a [M, K], b [K, N], out [M, N]; M % 256 == 0, N % 256 == 0, K % 64 == 0
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     plain_turned(const __grid_constant__ Map a, const __grid_constant__ Map b, const __grid_constant__ Map out, int M, int N,
-                 int K, int group) {
+                 int K, int group, int* counters) {
     extern __shared__ __align__(1024) char memory[];
     Memory m = laid_out(memory, 1);
     u32 rank = cluster_rank();
@@ -125,9 +125,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     auto finish = [&](int of, int lane) {  // a warp for each warpgroup
         if (of == 2 || lane) return;
         u32 parity = 0;
-        for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2, parity ^= 1) {
+        for (Tiles t(m); t.tile < rows * columns; t.next(), parity ^= 1) {
             int i, j;
-            place(tile, rows, columns, group, i, j);
+            place(t.tile, rows, columns, group, i, j);
             barrier_wait(m.given + 8 * of, parity);
             for (int n = 0; n < 4; n++)
                 send(&out, j * COLUMNS + n * 64, (2 * i + rank) * ROWS + of * 64, m.pieces + (of * 4 + n) * PIECE);
@@ -136,22 +136,22 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         }
         written();
     };
-    run_tiles<1>(&a, &b, m, rows, columns, group, K / STEP, COLUMNS, 128, finish);
+    run_tiles<1>(&a, &b, m, rows, columns, group, K / STEP, COLUMNS, 128, counters, finish);
 }
 
 // a [K, M], b [K, N], total [M, N] in fp32, written or added to; M % 256 == 0, N % 256 == 0, K % 64 == 0
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     weight_gradient(const __grid_constant__ Map a, const __grid_constant__ Map b, const __grid_constant__ Map total, int adds,
-                    int M, int N, int K, int group) {
+                    int M, int N, int K, int group, int* counters) {
     extern __shared__ __align__(1024) char memory[];
     Memory m = laid_out(memory, 1);
     u32 rank = cluster_rank();
     int rows = M / (2 * ROWS), columns = N / COLUMNS;
     auto finish = [&](int of, int lane) {
         if (of == 2 || lane) return;
-        for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2) {
+        for (Tiles t(m); t.tile < rows * columns; t.next()) {
             int i, j;
-            place(tile, rows, columns, group, i, j);
+            place(t.tile, rows, columns, group, i, j);
             for (int half = 0; half < 2; half++) {
                 barrier_wait(m.given + 8 * of, half);
                 for (int n = 0; n < 4; n++) {
@@ -166,5 +166,5 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         }
         written();
     };
-    run_tiles<1, 1, true>(&a, &b, m, rows, columns, group, K / STEP, COLUMNS, 128, finish);
+    run_tiles<1, 1, true>(&a, &b, m, rows, columns, group, K / STEP, COLUMNS, 128, counters, finish);
 }

@@ -3,6 +3,9 @@
 // 64 rows of a tile each), one loads, and three finish: a warpgroup that has a result hands it over in shared memory and goes
 // on with its next tile at once. So neither memory nor exponentials wait for products, nor products for them.
 //
+// A cluster begins with the tile of its own number, then takes the next one that nobody has: multiprocessors may be taken by others
+// (communication), and who comes late would hold up all. The loading warp of its first program asks, a tile ahead, and tells both.
+//
 // A stage holds rows of 128 bytes of both factors. Sums run over the inner dimension in order, in fp32.
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -240,13 +243,36 @@ __device__ __forceinline__ void store(u16* p, const u32 (&v)[4]) {
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
 
 struct Memory {
-    u32 b, a, pieces, full, empty, given, taken;
+    u32 b, a, pieces, full, empty, given, taken, told, tiles;
+};
+constexpr int SLOTS = 8;  // numbers of tiles that have been told of and may not have been read by all
+
+__device__ __forceinline__ void tell(u32 cell, u32 b, u32 rank, int value) {
+    asm volatile(
+        "{\n.reg .b32 there, signal;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 signal, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [signal];\n}"
+        :
+        : "r"(cell), "r"(b), "r"(rank), "r"(value)
+        : "memory");
+}
+// The tiles of a cluster, one after another; each reader has its own.
+struct Tiles {
+    const Memory& m;
+    int tile, count = 0;
+    __device__ __forceinline__ Tiles(const Memory& m) : m(m), tile(blockIdx.x / 2) {}
+    __device__ __forceinline__ void next() {
+        int slot = count % SLOTS;
+        barrier_wait(m.told + 8 * slot, count / SLOTS & 1);
+        asm volatile("ld.shared.s32 %0, [%1];" : "=r"(tile) : "r"(m.tiles + 4 * slot) : "memory");
+        count++;
+    }
 };
 // ``takers``: how many arrivals say that what was handed over has been taken.
 __device__ __forceinline__ Memory laid_out(char* memory, int takers = 3) {
     u32 b = (address(memory) + 1023) & ~1023u, a = b + STAGES * B_BYTES, pieces = a + STAGES * A_BYTES,
         full = pieces + 8 * PIECE;
-    Memory m = {b, a, pieces, full, full + 8 * STAGES, full + 16 * STAGES, full + 16 * STAGES + 16};
+    u32 given = full + 16 * STAGES, told = given + 32;
+    Memory m = {b, a, pieces, full, full + 8 * STAGES, given, given + 16, told, told + 8 * SLOTS};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(m.full + 8 * s, 1);
@@ -256,26 +282,38 @@ __device__ __forceinline__ Memory laid_out(char* memory, int takers = 3) {
             barrier_init(m.given + 8 * w, 4);
             barrier_init(m.taken + 8 * w, takers);
         }
+        for (int n = 0; n < SLOTS; n++) barrier_init(m.told + 8 * n, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+        for (int n = 0; n < SLOTS; n++) barrier_expect(m.told + 8 * n, 4);
     }
     cluster_sync();
     return m;
 }
 
 // The warp that loads. Of the second factor a program takes 128 of a tile's 256 rows (columns, if it is turned) for both: those
-// from width j + half rank on. What is past the end of a matrix is read as zeros.
+// from width j + half rank on. What is past the end of a matrix is read as zeros. ``counters``: tiles asked for beyond the first of
+// each cluster, and clusters that have ended; both are zero before and afterwards.
+//
+// Nobody says that a number has been read. When that of tile n + 1 is told, STAGES steps into tile n, or in its last one, those who
+// multiply are at most STAGES steps behind, and those who finish one tile behind them: all have read n - SLOTS + 1, whose place it
+// takes.
 template <int TURNED, int TURNED_A>
 __device__ __forceinline__ void load_tiles(const Map* first, const Map* second, const Memory& m, int rows, int columns,
-                                           int group, int steps, int width, int half) {
+                                           int group, int steps, int width, int half, int* counters) {
     if (threadIdx.x % 32 != 0) return;
     u32 rank = cluster_rank();
+    int clusters = gridDim.x / 2;
     Turn turn;
     turn.phase = 1;
-    for (int tile = blockIdx.x / 2; tile < rows * columns; tile += gridDim.x / 2) {
-        int i, j;
-        place(tile, rows, columns, group, i, j);
+    for (Tiles t(m); t.tile < rows * columns;) {
+        int i, j, next = 0, slot = t.count % SLOTS;
+        if (rank == 0) next = atomicAdd(counters, 1) + clusters;
+        place(t.tile, rows, columns, group, i, j);
         int start = j * width + rank * half;
         for (int step = 0; step < steps; step++) {
+            if (rank == 0 && step == min(STAGES, steps - 1)) {
+                for (int to = 0; to < 2; to++) tell(m.tiles + 4 * slot, m.told + 8 * slot, to, next);
+            }
             barrier_wait(m.empty + 8 * turn.stage, turn.phase);
             u32 there = m.full + 8 * turn.stage, to = m.b + turn.stage * B_BYTES + rank * (B_BYTES / 2);
             barrier_expect(there, A_BYTES + B_BYTES);
@@ -294,7 +332,10 @@ __device__ __forceinline__ void load_tiles(const Map* first, const Map* second, 
             }
             turn.next<STAGES>();
         }
+        t.next();
+        barrier_expect(m.told + 8 * slot, 4);  // of the tile SLOTS later
     }
+    if (rank == 0 && atomicAdd(counters + 1, 1) == clusters - 1) counters[0] = counters[1] = 0;
 }
 
 // The warpgroups that multiply. What they hand over is rounded, or (WIDE) in fp32 and in two halves.
@@ -305,7 +346,7 @@ __device__ __forceinline__ void multiply_tiles(const Memory& m, int tiles, int s
     u32 parity = 1;
     float d[128];
     u32 pieces = m.pieces + who * 4 * PIECE, taken = m.taken + 8 * who, given = m.given + 8 * who;
-    for (int tile = blockIdx.x / 2; tile < tiles; tile += gridDim.x / 2) {
+    for (Tiles t(m); t.tile < tiles; t.next()) {
         product<TURNED, TURNED_A>(d, m.a + who * (A_BYTES / 2), m.b, m.full, m.empty, turn, steps, thread < 2, thread & 1);
         if (WIDE) {
             hand_over_wide<0>(d, pieces, thread, taken, 1, given);
@@ -320,14 +361,14 @@ __device__ __forceinline__ void multiply_tiles(const Memory& m, int tiles, int s
 // Runs what each warp is for; ``finish(warp, lane)`` is for three of them, 0 to 2.
 template <int TURNED, int TURNED_A = 0, bool WIDE = false, class Finish>
 __device__ __forceinline__ void run_tiles(const Map* first, const Map* second, const Memory& m, int rows, int columns,
-                                          int group, int steps, int width, int half, Finish finish) {
+                                          int group, int steps, int width, int half, int* counters, Finish finish) {
     int warp = threadIdx.x / 32;
     if (warp < 8) {
         more_registers<200>();
         multiply_tiles<TURNED, TURNED_A, WIDE>(m, rows * columns, steps);
     } else {
         fewer_registers<104>();
-        if (warp == 8) load_tiles<TURNED, TURNED_A>(first, second, m, rows, columns, group, steps, width, half);
+        if (warp == 8) load_tiles<TURNED, TURNED_A>(first, second, m, rows, columns, group, steps, width, half, counters);
         else finish(warp - 9, threadIdx.x & 31);
     }
     __syncwarp();
