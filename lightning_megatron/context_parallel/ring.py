@@ -2,8 +2,9 @@
 
 Note [Around the ring]
 In step i rank r has the keys and values of rank ``r - i`` and sends them on while it computes. In the backward they go
-around again, and their gradient goes after them, one step behind: each rank adds its share, and after ``size`` hops the sum
-is back where keys and values came from. It travels in fp32, so that the number of ranks does not cost precision.
+around again, and their gradient goes after them, one step behind: it begins with the share of the rank that is next to where
+keys and values came from, each rank adds its own, and after ``size - 1`` hops the sum is back there, where the rank's share in
+its own keys and values has stayed. It travels in fp32, so that the number of ranks does not cost precision.
 """
 
 from __future__ import annotations
@@ -86,21 +87,26 @@ class _RingAttention(torch.autograd.Function):
         ring: Ring = ctx.ring
         wide = torch.promote_types(q.dtype, torch.float32)
         kv, grad_q = torch.stack((k, v)), torch.zeros_like(q, dtype=wide)
+        own_kv = torch.zeros_like(kv, dtype=wide)
         transfer, returning, random = None, None, iter(ctx.random)
         for step in range(ring.axis.size):
             if step < ring.axis.size - 1:
                 transfer = RingTransfer(kv, ring.axis)
             shares = ring.backward(step, (q, *kv.unbind(), grad, out, lse), grad_q=grad_q, random=random)
-            grad_kv = torch.zeros_like(kv, dtype=wide) if returning is None else returning.wait()
+            grad_kv = own_kv
+            if step > 0:
+                grad_kv = torch.zeros_like(kv, dtype=wide) if returning is None else returning.wait()
             for tile, grad_k, grad_v in shares:
                 add(grad_kv[0], tile.k, grad_k)
                 add(grad_kv[1], tile.k, grad_v)
-            returning = RingTransfer(grad_kv, ring.axis)
+            if step > 0:
+                returning = RingTransfer(grad_kv, ring.axis)
             if step < ring.axis.size - 1:
                 assert transfer is not None
                 kv = transfer.wait()
-        assert returning is not None
-        grad_k, grad_v = returning.wait().to(k.dtype).unbind()
+        if returning is not None:
+            own_kv += returning.wait()
+        grad_k, grad_v = own_kv.to(k.dtype).unbind()
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
