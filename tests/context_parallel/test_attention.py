@@ -262,7 +262,7 @@ def test_a_ring_computes_while_keys_values_and_their_gradients_are_under_way(mon
 
     expected = {
         "forward": [1, 1, 1, 0],
-        "backward": [1, 1, 2, 1],
+        "backward": [1, 1, 2, 1, 1],
         "sent": [8] * (3 + 3 + 3),
     }  # what is a rank's own stays there
     assert run_distributed(run, 4) == [expected] * 4
