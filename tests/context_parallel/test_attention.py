@@ -234,12 +234,14 @@ def test_each_way_of_communicating_sends_what_it_says(comm: str, monkeypatch: py
 def test_a_ring_computes_while_keys_values_and_their_gradients_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers that have been started and not waited for, at each tile: keys and values, and in the backward gradients too."""
     under_way: list[int] = []
+    sent: list[int] = []
     seen: dict[str, list[int]] = {"forward": [], "backward": []}
 
     class Counted(exchange.RingTransfer):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             under_way.append(1)
+            sent.append(args[0].element_size())
 
         def wait(self) -> Tensor:
             under_way.pop()
@@ -256,9 +258,14 @@ def test_a_ring_computes_while_keys_values_and_their_gradients_are_under_way(mon
         layout = SequenceLayout(S, S, 4, mesh.cp.rank)
         q, k, v = (take(tensor, layout.own_index(CPU)).requires_grad_() for tensor in inputs(kv_heads=2)[:3])
         ContextParallelAttention.of(mesh, BlockAttention())(q, k, v, layout=layout, pattern=Pattern()).sum().backward()
-        return seen
+        return seen | {"sent": sent}
 
-    assert run_distributed(run, 4) == [{"forward": [1, 1, 1, 0], "backward": [1, 2, 2, 1]}] * 4
+    expected = {
+        "forward": [1, 1, 1, 0],
+        "backward": [1, 1, 2, 1, 1],
+        "sent": [8] * (3 + 3 + 3),
+    }  # what is a rank's own stays there
+    assert run_distributed(run, 4) == [expected] * 4
 
 
 @pytest.mark.parametrize(
