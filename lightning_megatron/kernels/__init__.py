@@ -1,6 +1,7 @@
-"""Triton kernels for what is bound by memory, and products by algorithms that were timed (``products.py``).
+"""Kernels: Triton for what is bound by memory, CUDA C++ for products on Hopper, and what chooses among products.
 
-Each file of kernels imports Triton, so import one only where ``available()``.
+``products.py`` multiplies by whatever was timed to be the fastest; ``cuda`` and ``hopper*.py`` hold the kernels in C++. Each
+file of Triton kernels imports Triton, so import one only where ``available()``.
 """
 
 from __future__ import annotations
