@@ -67,6 +67,17 @@ def gated_backward(grad: Tensor, down: Tensor, both: Tensor, of_both: Tensor) ->
         _launch("gated_backward", grad.device, *maps, both, of_both, num, ffn, size)
 
 
+def rotated_forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, turned: int, batch: int) -> None:
+    """``x weight^T``, ``[M, K], [N, K]``, written to ``[M, N]``; heads in the first ``turned`` columns are rotated.
+
+    ``cos`` and ``sin`` are fp32 ``[M / batch, .., d]``, d 64 or 128, contiguous, the two halves of the last dim alike.
+    """
+    (num, size), columns = x.shape, weight.shape[0]
+    with in_context(x.device):
+        maps = TensorMap(x, _ROWS, _STEP), TensorMap(weight, _COLUMNS // 2, _STEP), TensorMap(out, _PIECE, _PIECE)
+        _launch(f"rotated_{cos.shape[-1]}", x.device, *maps, cos, sin, turned, batch, num, columns, size)
+
+
 def input_gradient(grad: Tensor, weight: Tensor, out: Tensor) -> None:
     """``grad weight``: ``[M, K], [K, N]``, written to ``[M, N]``; all contiguous."""
     num, size = grad.shape

@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_megatron.kernels import hopper_products
 from lightning_megatron.kernels.products import TorchProducts, way_key
 from lightning_megatron.layers.recompute import Recompute, recompute
+from lightning_megatron.layers.rope import RopeTables, rotate_fused
 
 
 class Forced(Counting):
@@ -198,6 +199,25 @@ def weight_gradients(forced: Forced) -> None:
         same_bits(f"weight gradient {name}", total, other)
 
 
+def rotated_products() -> None:
+    """Queries and keys rotated in the product against a pass of its own: heads of 64 and 128, several samples."""
+    for tokens, batch, inner, heads, kv, size in (
+        (512, 2, 1024, 8, 2, 128),
+        (8192, 1, 4096, 32, 8, 128),
+        (4096, 4, 2048, 32, 8, 64),
+    ):
+        x, weight = random(tokens, inner), random((heads + 2 * kv) * size, inner, scale=0.02)
+        angles = torch.rand(tokens // batch, 1, 1, size // 2, device=DEVICE) * 6
+        cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
+        out = torch.full((tokens, weight.shape[0]), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+        hopper_products.rotated_forward(x, weight, cos, sin, out, turned=(heads + kv) * size, batch=batch)
+        fused = (x @ weight.t()).view(tokens // batch, batch, -1)
+        parts = rotate_fused(fused, (heads, kv), head_dim=size, tables=RopeTables(cos, sin))
+        expected = torch.cat([part.flatten(2) for part in parts], -1).view(tokens, -1)
+        check(f"rotated {tokens} {batch} {heads} {kv} {size}", out, expected.float(), 3e-3)
+        same_bits(f"rotated {tokens} {batch} {heads} {kv} {size}", out, expected)
+
+
 def main() -> None:
     """Run all."""
     torch.manual_seed(0)
@@ -206,6 +226,7 @@ def main() -> None:
     for part in (gated_products, input_gradients, weight_gradients, gated_extremes, gated_elsewhere):
         part(Forced(DEVICE))
     gated_blocks()
+    rotated_products()
     print(f"{len(failed)} failed: {failed}", flush=True)
     sys.exit(bool(failed))
 
