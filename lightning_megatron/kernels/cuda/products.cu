@@ -229,7 +229,7 @@ __device__ __forceinline__ void rotated(const Memory& m, const Map* x, const Map
                         }
                     }
                     fence_async();
-                    asm volatile("bar.sync 1, 96;" : : : "memory");
+                    finishers_sync();
                 }
                 if (warp == 0 && lane == 0) {
                     for (int n = 0; n < 4; n++) send(out, j * COLUMNS + n * 64, y, pieces + n * PIECE);

@@ -255,6 +255,12 @@ __device__ __forceinline__ void tell(u32 cell, u32 b, u32 rank, int value) {
         : "r"(cell), "r"(b), "r"(rank), "r"(value)
         : "memory");
 }
+__device__ __forceinline__ int number_at(u32 at) {
+    int v;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ void finishers_sync() { asm volatile("bar.sync 1, 96;" : : : "memory"); }
 // The tiles of a cluster, one after another; each reader has its own.
 struct Tiles {
     const Memory& m;
@@ -263,7 +269,7 @@ struct Tiles {
     __device__ __forceinline__ void next() {
         int slot = count % SLOTS;
         barrier_wait(m.told + 8 * slot, count / SLOTS & 1);
-        asm volatile("ld.shared.s32 %0, [%1];" : "=r"(tile) : "r"(m.tiles + 4 * slot) : "memory");
+        tile = number_at(m.tiles + 4 * slot);
         count++;
     }
 };
