@@ -183,9 +183,6 @@ __device__ __forceinline__ void rotate(u32 (&a)[4], u32 (&b)[4], const float (&c
         b[v] = rounded(second[0], second[1]);
     }
 }
-__device__ __forceinline__ void put_chunk(u32 at, const u32 (&v)[4]) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" : : "r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
 __device__ __forceinline__ void eight(const float* p, float (&v)[8]) {
     float4 first = __ldg((const float4*)p), second = __ldg((const float4*)p + 1);
     v[0] = first.x, v[1] = first.y, v[2] = first.z, v[3] = first.w;
