@@ -1,0 +1,141 @@
+// Instructions of Hopper that C++ has no words for, one function each; ``tests/kernels/emulator.h`` has the same functions for a
+// CPU, so that what is made of them can be tried there.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+struct alignas(64) Map {
+    char bytes[128];
+};  // CUtensorMap
+__device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void barrier_init(u32 b, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(b), "r"(count));
+}
+__device__ __forceinline__ void barrier_expect(u32 b, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(b), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 b, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nwaiting:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra.uni over;\nbra.uni waiting;\nover:\n}"
+        :
+        : "r"(b), "r"(parity)
+        : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 b) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(b) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_at(u32 b, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+        :
+        : "r"(b), "r"(rank)
+        : "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" : : : "memory");
+}
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 r;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+__device__ __forceinline__ void load(u32 to, const Map* map, int x, int y, u32 b) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 :
+                 : "r"(to), "l"(map), "r"(x), "r"(y), "r"(b)
+                 : "memory");
+}
+__device__ __forceinline__ void load_both(u32 to, const Map* map, int x, int y, u32 b) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+        :
+        : "r"(to), "l"(map), "r"(x), "r"(y), "r"(b), "h"((u16)3)
+        : "memory");
+}
+__device__ __forceinline__ void send(const Map* map, int x, int y, u32 from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];\ncp.async.bulk.commit_group;"
+                 :
+                 : "l"(map), "r"(x), "r"(y), "r"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void send_to_add(const Map* map, int x, int y, u32 from) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];\ncp.async.bulk.commit_group;"
+        :
+        : "l"(map), "r"(x), "r"(y), "r"(from)
+        : "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void sent() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(PENDING) : "memory");
+}
+__device__ __forceinline__ void written() { asm volatile("cp.async.bulk.wait_group 0;" : : : "memory"); }
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
+template <int N>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(N));
+}
+template <int N>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
+}
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+#define D64(i) D16(i), D16(i + 16), D16(i + 32), D16(i + 48)
+template <int TURNED, int TURNED_A = 0>
+__device__ __forceinline__ void multiply(float (&d)[128], u64 a, u64 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
+        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
+        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+        "}, %128, %129, p, 1, 1, %132, %131;\n}"
+        : D64(0), D64(64)
+        : "l"(a), "l"(b), "r"(add), "n"(TURNED), "n"(TURNED_A));
+}
+__device__ __forceinline__ void multiplies_begin() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
+__device__ __forceinline__ void multiplies_commit() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
+template <int N>
+__device__ __forceinline__ void multiplies_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(N) : "memory");
+}
+__device__ __forceinline__ u32 rounded(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+__device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
+__device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
+__device__ __forceinline__ float sigmoid(float x) {
+    float e, s;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269502162933349609375f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(e + 1.0f));
+    return s;
+}
+__device__ __forceinline__ void put(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+__device__ __forceinline__ void put_two(u32 at, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" : : "r"(at), "f"(a), "f"(b) : "memory");
+}
+__device__ __forceinline__ void read(u32 at, u32 (&v)[4]) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(at)
+                 : "memory");
+}
+__device__ __forceinline__ uint4 fetch(const u16* p) {  // in order, so that several are under way before the first is used
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store(u16* p, const u32 (&v)[4]) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" : : "l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
+__device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory"); }
