@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PINS := $(VENV)/.pins-installed
 PACKAGE := $(VENV)/.package-installed
-CUDA := $(wildcard lightning_megatron/kernels/cuda/*)
+CUDA := $(wildcard lightning_megatron/kernels/cuda/* tests/kernels/*.h tests/kernels/*.cpp)
 ARGS ?=
 
 .PHONY: help demo test lint style types suite format clean

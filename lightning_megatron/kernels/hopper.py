@@ -41,7 +41,7 @@ def digest(name: str) -> str:
 
 
 def _text(name: str) -> bytes:
-    return b"".join((_SOURCES / file).read_bytes() for file in ("tiles.cuh", name))
+    return b"".join((_SOURCES / file).read_bytes() for file in ("primitives.cuh", "tiles.cuh", name))
 
 
 class TensorMap:

@@ -1,0 +1,105 @@
+// Runs kernels/cuda/products.cu by instructions.h and compares with sums of its own; an argument says how many schedules are tried.
+#include "instructions.h"
+#include "tiles.cuh"
+#include "products.cu"
+
+typedef std::vector<u16> Half;
+std::normal_distribution<float> normal;
+u16* aligned(Half& h, long n, float scale, bool empty = false) {
+    h.resize(n + 16);
+    u16* p = (u16*)(((u64)h.data() + 31) & ~31ull);
+    for (long i = 0; i < n; i++) p[i] = empty ? NOT_WRITTEN : one(normal(rng) * scale);
+    return p;
+}
+float f(u16 x) { return low(x); }
+long bad;
+double worst;
+char where[64];
+void close_to(double got, double want, double scale) {
+    double e = fabs(got - want) / (fabs(want) + scale);
+    worst = max(worst, e);
+    if (!(e < 0.012)) {
+        if (bad++ < 6) printf("  %g, not %g (%s)\n", got, want, where);
+    }
+}
+void said(const char* what, int M, int N, int K, int c) {
+    printf("%s %s M %d N %d K %d clusters %d: %.1e\n", bad ? "FAILED" : "passed", what, M, N, K, c, worst);
+    fflush(stdout);
+    if (bad) exit(1);
+    worst = 0;
+}
+Map map(u16* p, int r, int c, int br, int bc) { return {(unsigned char*)p, r, c, 2, br, bc}; }
+void gated(int M, int F, int K, int c, int group) {
+    Half a, b, e, g, h, i, j;
+    u16 *x = aligned(a, (long)M * K, 1), *w = aligned(b, 2l * F * K, 0.1), *both = aligned(e, 2l * M * F, 1, true),
+        *act = aligned(g, (long)M * F, 1, true);
+    Map mx = map(x, M, K, 128, 64), mw = map(w, 2 * F, K, 128, 64), mb = map(both, M, 2 * F, 64, 64);
+    kernel = [&] { gated_forward(mx, mw, mb, act, M, F, K, group); };
+    run(c);
+    for (int r = 0; r < M; r++)
+        for (int n = 0; n < F; n++) {
+            double q[2] = {};
+            for (int s = 0; s < 2; s++) {
+                for (int k = 0; k < K; k++) q[s] += f(x[(long)r * K + k]) * f(w[(long)(s * F + n) * K + k]);
+                close_to(f(both[(long)r * 2 * F + s * F + n]), q[s], 0.05);
+            }
+            float gate = f(both[(long)r * 2 * F + n]), up = f(both[(long)r * 2 * F + F + n]);
+            close_to(f(act[(long)r * F + n]), gate / (1 + exp(-gate)) * up, 1e-3);
+        }
+    said("gated_forward", M, F, K, c);
+    u16 *grad = aligned(h, (long)M * K, 1), *down = aligned(i, (long)K * F, 0.1), *made = aligned(j, 2l * M * F, 1, true);
+    Map mg = map(grad, M, K, 128, 64), md = map(down, K, F, 64, 64);
+    kernel = [&] { gated_backward(mg, md, both, made, M, F, K, group); };
+    run(c);
+    for (int r = 0; r < M; r++)
+        for (int n = 0; n < F; n++) {
+            double o = 0;
+            for (int k = 0; k < K; k++) o += f(grad[(long)r * K + k]) * f(down[(long)k * F + n]);
+            float gate = f(both[(long)r * 2 * F + n]), up = f(both[(long)r * 2 * F + F + n]), s = 1 / (1 + exp(-gate));
+            close_to(f(made[(long)r * 2 * F + n]), o * up * s * (1 + gate * (1 - s)), 0.05);
+            close_to(f(made[(long)r * 2 * F + F + n]), o * gate * s, 0.05);
+        }
+    said("gated_backward", M, F, K, c);
+}
+void plain(int M, int N, int K, int c, int group) {
+    Half a, b, e;
+    u16 *x = aligned(a, (long)M * K, 1), *w = aligned(b, (long)K * N, 0.1), *out = aligned(e, (long)M * N, 1, true);
+    Map mx = map(x, M, K, 128, 64), mw = map(w, K, N, 64, 64), mo = map(out, M, N, 64, 64);
+    kernel = [&] { plain_turned(mx, mw, mo, M, N, K, group); };
+    run(c);
+    for (int r = 0; r < M; r++)
+        for (int n = 0; n < N; n++) {
+            double q = 0;
+            for (int k = 0; k < K; k++) q += f(x[(long)r * K + k]) * f(w[(long)k * N + n]);
+            close_to(f(out[(long)r * N + n]), q, 0.05);
+        }
+    said("plain_turned", M, N, K, c);
+}
+void weight(int M, int N, int K, int c, int group) {
+    Half a, b;
+    u16 *g = aligned(a, (long)K * M, 1), *x = aligned(b, (long)K * N, 0.1);
+    std::vector<float> total((long)M * N, NAN);
+    Map mg = map(g, K, M, 64, 64), mx = map(x, K, N, 64, 64), mt = {(unsigned char*)total.data(), M, N, 4, 64, 32};
+    for (int adds = 0; adds < 2; adds++) {
+        kernel = [&] { weight_gradient(mg, mx, mt, adds, M, N, K, group); };
+        run(c);
+    }
+    for (int r = 0; r < M; r++)
+        for (int n = 0; n < N; n++) {
+            double q = 0;
+            for (int k = 0; k < K; k++) q += f(g[(long)k * M + r]) * f(x[(long)k * N + n]);
+            close_to(total[(long)r * N + n], 2 * q, 0.01);
+        }
+    said("weight_gradient", M, N, K, c);
+}
+int main(int argc, char** argv) {
+    for (int seed = 0; seed < (argc > 1 ? atoi(argv[1]) : 1); seed++) {
+        rng.seed(seed);
+        weight(256, 256, 64, 1, 8);
+        weight(512, 256, 256, 2, 1);
+        plain(256, 256, 64, 1, 8);
+        plain(512, 512, 192, 2, 8);
+        gated(256, 256, 64, 1, 8);
+        gated(512, 256, 320, 3, 2);
+    }
+}
