@@ -55,6 +55,8 @@ struct Op {  // one product of 64 x 256 x 16, of one thread
 struct Cta {  // a program
     std::vector<unsigned char> smem;
     std::vector<Bar> bars;
+    int finishing = 0;
+    u32 finishing_round = 0;
     int group[2] = {};
     u32 group_round[2] = {};
 };
@@ -72,9 +74,9 @@ struct Warp {
 std::vector<Warp> warps;
 std::vector<int> cluster_arrived;
 std::vector<u32> cluster_round;
-// What a thread waits for: nothing, a barrier, its warp, its cluster, that what it sent has been read, its warpgroup; or it
-// has ended.
-enum Kind { READY, BAR, WARP, CLUSTER, READS, GROUP, OVER };
+// What a thread waits for: nothing, a barrier, its warp, its cluster, that what it sent has been read, its warpgroup, the
+// finishing warps; or it has ended.
+enum Kind { READY, BAR, WARP, CLUSTER, READS, GROUP, FINISHERS, OVER };
 struct Fiber {
     ucontext_t context;
     Kind kind;
@@ -105,19 +107,21 @@ bool able(Fiber& f) {
             return cluster_round[f.block / 2] != f.value;
         case READS:
             return f.unread == 0;
+        case FINISHERS:
+            return cta[f.block].finishing_round != f.value;
         case GROUP:
             return cta[f.block].group_round[f.thread / 128] != f.value;
         default:
             return false;
     }
 }
-struct Copy {  // 0: a load, 1: a store, 2: a store that adds
+struct Copy {  // 0: a load, 1: a store, 2: a store that adds, 3: a number
     int kind;
     int block;
     Fiber* by;
     u32 to, b;
     const Map* map;
-    int x, y;
+    int x, y, value = 0;
 };
 std::vector<Copy> flying;
 void land(Copy m);

@@ -149,6 +149,11 @@ void told(Bar& b, long n) {
 }
 void land(Copy m) {
     Cta& c = cta[m.block];
+    if (m.kind == 3) {
+        at_smem<int>(c, m.to) = m.value;
+        told(bar(c, m.b), 4);
+        return;
+    }
     const Map& p = *m.map;
     if (p.box_columns * p.size != 128) wrong("box");
     for (int r = 0; r < p.box_rows; r++)
@@ -227,3 +232,21 @@ void multiplies_wait() {
     }
     if (any) multiplies_begin();
 }  // a group of products ends for its four warps together
+void tell(u32 cell, u32 b, u32 rank, int value) {
+    flying.push_back({3, now->block / 2 * 2 + (int)rank, now, cell, b, nullptr, 0, 0, value});
+}
+int number_at(u32 at) { return at_smem<int>(here(), at); }
+void finishers_sync() {
+    Cta& c = here();
+    now->value = c.finishing_round;
+    if (++c.finishing == 96) {
+        c.finishing = 0;
+        c.finishing_round++;
+    }
+    pause(FINISHERS);
+}
+int atomicAdd(int* p, int v) {
+    int old = *p;
+    *p += v;
+    return old;
+}

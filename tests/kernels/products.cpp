@@ -12,6 +12,10 @@ u16* aligned(Half& h, long n, float scale, bool empty = false) {
     return p;
 }
 float f(u16 x) { return low(x); }
+int counters[2];  // zeros behind each kernel
+void none_left() {
+    if (counters[0] || counters[1]) wrong("counters");
+}
 long bad;
 double worst;
 char where[64];
@@ -34,8 +38,9 @@ void gated(int M, int F, int K, int c, int group) {
     u16 *x = aligned(a, (long)M * K, 1), *w = aligned(b, 2l * F * K, 0.1), *both = aligned(e, 2l * M * F, 1, true),
         *act = aligned(g, (long)M * F, 1, true);
     Map mx = map(x, M, K, 128, 64), mw = map(w, 2 * F, K, 128, 64), mb = map(both, M, 2 * F, 64, 64);
-    kernel = [&] { gated_forward(mx, mw, mb, act, M, F, K, group); };
+    kernel = [&] { gated_forward(mx, mw, mb, act, M, F, K, group, counters); };
     run(c);
+    none_left();
     for (int r = 0; r < M; r++)
         for (int n = 0; n < F; n++) {
             double q[2] = {};
@@ -49,8 +54,9 @@ void gated(int M, int F, int K, int c, int group) {
     said("gated_forward", M, F, K, c);
     u16 *grad = aligned(h, (long)M * K, 1), *down = aligned(i, (long)K * F, 0.1), *made = aligned(j, 2l * M * F, 1, true);
     Map mg = map(grad, M, K, 128, 64), md = map(down, K, F, 64, 64);
-    kernel = [&] { gated_backward(mg, md, both, made, M, F, K, group); };
+    kernel = [&] { gated_backward(mg, md, both, made, M, F, K, group, counters); };
     run(c);
+    none_left();
     for (int r = 0; r < M; r++)
         for (int n = 0; n < F; n++) {
             double o = 0;
@@ -65,8 +71,9 @@ void plain(int M, int N, int K, int c, int group) {
     Half a, b, e;
     u16 *x = aligned(a, (long)M * K, 1), *w = aligned(b, (long)K * N, 0.1), *out = aligned(e, (long)M * N, 1, true);
     Map mx = map(x, M, K, 128, 64), mw = map(w, K, N, 64, 64), mo = map(out, M, N, 64, 64);
-    kernel = [&] { plain_turned(mx, mw, mo, M, N, K, group); };
+    kernel = [&] { plain_turned(mx, mw, mo, M, N, K, group, counters); };
     run(c);
+    none_left();
     for (int r = 0; r < M; r++)
         for (int n = 0; n < N; n++) {
             double q = 0;
@@ -81,8 +88,9 @@ void weight(int M, int N, int K, int c, int group) {
     std::vector<float> total((long)M * N, NAN);
     Map mg = map(g, K, M, 64, 64), mx = map(x, K, N, 64, 64), mt = {(unsigned char*)total.data(), M, N, 4, 64, 32};
     for (int adds = 0; adds < 2; adds++) {
-        kernel = [&] { weight_gradient(mg, mx, mt, adds, M, N, K, group); };
+        kernel = [&] { weight_gradient(mg, mx, mt, adds, M, N, K, group, counters); };
         run(c);
+        none_left();
     }
     for (int r = 0; r < M; r++)
         for (int n = 0; n < N; n++) {
@@ -91,6 +99,38 @@ void weight(int M, int N, int K, int c, int group) {
             close_to(total[(long)r * N + n], 2 * q, 0.01);
         }
     said("weight_gradient", M, N, K, c);
+}
+void rotating(int M, int heads, int kv, int size, int batch, int K, int c, int group) {
+    int N = (heads + 2 * kv) * size, turned = (heads + kv) * size;
+    Half a, b, e;
+    u16 *x = aligned(a, (long)M * K, 1), *w = aligned(b, (long)N * K, 0.1), *out = aligned(e, (long)M * N, 1, true);
+    std::vector<float> cs_raw(M / batch * size + 8), sn_raw(M / batch * size + 8);
+    float *cs = (float*)(((u64)cs_raw.data() + 15) & ~15ull), *sn = (float*)(((u64)sn_raw.data() + 15) & ~15ull);
+    for (int p = 0; p < M / batch; p++)
+        for (int k = 0; k < size / 2; k++) {
+            float t = normal(rng);
+            cs[p * size + k] = cs[p * size + size / 2 + k] = cosf(t);
+            sn[p * size + k] = sn[p * size + size / 2 + k] = sinf(t);
+        }
+    Map mx = map(x, M, K, 128, 64), mw = map(w, N, K, 128, 64), mo = map(out, M, N, 64, 64);
+    kernel = [&] { (size == 64 ? rotated_64 : rotated_128)(mx, mw, mo, cs, sn, turned, batch, M, N, K, group, counters); };
+    run(c);
+    none_left();
+    std::vector<double> row(N);
+    for (int r = 0; r < M; r++) {
+        for (int n = 0; n < N; n++) {
+            double q = 0;
+            for (int k = 0; k < K; k++) q += f(x[(long)r * K + k]) * f(w[(long)n * K + k]);
+            row[n] = q;
+        }
+        for (int n = 0; n < N; n++) {
+            int k = n % size, half = size / 2;
+            double want = row[n], C = cs[r / batch * size + k], S = sn[r / batch * size + k];
+            if (n < turned) want = k < half ? row[n] * C - row[n + half] * S : row[n] * C + row[n - half] * S;
+            close_to(f(out[(long)r * N + n]), want, 1.0);
+        }
+    }
+    said("rotated", M, N, K, c);
 }
 int main(int argc, char** argv) {
     for (int seed = 0; seed < (argc > 1 ? atoi(argv[1]) : 1); seed++) {
@@ -101,5 +141,7 @@ int main(int argc, char** argv) {
         plain(512, 512, 192, 2, 8);
         gated(256, 256, 64, 1, 8);
         gated(512, 256, 320, 3, 2);
+        rotating(256, 2, 2, 128, 1, 64, 1, 8);
+        rotating(512, 4, 4, 64, 2, 128, 2, 8);
     }
 }
