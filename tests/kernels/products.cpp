@@ -14,12 +14,11 @@ u16* aligned(Half& h, long n, float scale, bool empty = false) {
 float f(u16 x) { return low(x); }
 long bad;
 double worst;
-char where[64];
 void close_to(double got, double want, double scale) {
     double e = fabs(got - want) / (fabs(want) + scale);
     worst = max(worst, e);
     if (!(e < 0.012)) {
-        if (bad++ < 6) printf("  %g, not %g (%s)\n", got, want, where);
+        if (bad++ < 6) printf("  %g, not %g\n", got, want);
     }
 }
 void said(const char* what, int M, int N, int K, int c) {
