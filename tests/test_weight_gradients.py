@@ -48,9 +48,9 @@ def loss_of(weight: Tensor, x: Tensor | None = None) -> Tensor:
 
 
 def test_a_product_adds_to_the_sum_without_a_gradient_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_megatron.tensor_parallel import linear
+    from lightning_megatron.tensor_parallel import product
 
-    monkeypatch.setattr(linear, "weight_gradient", lambda *_: pytest.fail("a gradient was made beside the sum"))
+    monkeypatch.setattr(product, "weight_gradient", lambda *_: pytest.fail("a gradient was made beside the sum"))
     weight, total = weight_with_sum(3, 5)
     arrived: list[Tensor] = []
     weight.register_post_accumulate_grad_hook(lambda param: arrived.append(param.grad.clone()))

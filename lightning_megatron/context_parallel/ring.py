@@ -118,8 +118,8 @@ class _RingAttention(torch.autograd.Function):
         at_first, *at_last = ring.halves(q.shape[2], k.shape[2])
 
         def own(heads: Heads) -> None:
-            call: dict[str, Any] = {"grad_q": grad_q, "grad_kv": lambda: own_kv, "random": ctx.random[0]}
-            ring.backward(0, (q, k, v, grad, out, lse), **call, heads=heads)
+            given = (q, k, v, grad, out, lse)
+            ring.backward(0, given, grad_q=grad_q, grad_kv=lambda: own_kv, random=ctx.random[0], heads=heads)
 
         for step in range(last + 1):
             if step < last:
@@ -128,8 +128,9 @@ class _RingAttention(torch.autograd.Function):
                 own(at_first)
             else:
                 so_far = returning.wait if returning is not None else lambda: torch.zeros_like(own_kv)
-                call: dict[str, Any] = {"grad_q": grad_q, "grad_kv": so_far, "random": ctx.random[step]}
-                returning = RingTransfer(ring.backward(step, (q, *kv.unbind(), grad, out, lse), **call), ring.axis)
+                given = (q, *kv.unbind(), grad, out, lse)
+                total = ring.backward(step, given, grad_q=grad_q, grad_kv=so_far, random=ctx.random[step])
+                returning = RingTransfer(total, ring.axis)
             if step < last:
                 assert transfer is not None
                 kv = transfer.wait()

@@ -1,7 +1,7 @@
 """CUDA C++ kernels for GPUs of compute capability 9.0: compiled by NVRTC, launched by the driver.
 
-Triton (3.6) has neither loads that go to several multiprocessors at once nor registers for groups of warps of one program to
-give each other. Constants are those of ``cuda.h``, CUDA 12 and 13.
+Triton (3.6, Gluon too) has no loads that go to several multiprocessors at once. Constants are those of ``cuda.h``, CUDA 12 and
+13; only CUDA 13.0 has been tried.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 SHARED_MEMORY = 232_448
 """Bytes of shared memory that one program may have."""
 _MAX_DYNAMIC_SHARED_MEMORY, _PROMOTION_128 = 8, 2
-_DTYPES = {torch.bfloat16: 9, torch.float32: 7, torch.uint8: 0}
+_DTYPES = {torch.bfloat16: 9, torch.float32: 7}
 _SWIZZLE = 3  # of rows of 128 bytes
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _SOURCES = Path(__file__).parent / "cuda"

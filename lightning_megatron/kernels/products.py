@@ -204,7 +204,7 @@ class TunedProducts(TorchProducts):
         (num, size), known = flat.shape, self.chosen.get
         keys = way_key("gated forward", (num, size, 2 * ffn, size)), way_key("gated gradient", (num, size, size, ffn))
         # What is found to be slower in both is left to three Functions, which let go of the activated earlier.
-        return self._takes(flat, gate_up) and hopper_products.fits(flat, gate_up, ffn) and any(known(key, 1) for key in keys)
+        return self._fits(flat, gate_up, ffn) and any(known(key, 1) for key in keys)
 
     def forward_gated(self, x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Products``."""
@@ -216,7 +216,8 @@ class TunedProducts(TorchProducts):
             return both, activated
 
         ways = (lambda: TorchProducts.forward_gated(self, x, gate_up), together)
-        return ways[self._way("gated forward", (*flat.shape, *gate_up.shape), ways) if self.gates(x, gate_up) else 0]()
+        fits = self._fits(flat, gate_up, ffn)
+        return ways[self._way("gated forward", (*flat.shape, *gate_up.shape), ways) if fits else 0]()
 
     def gradient_gated(self, grad: Tensor, down: Tensor, both: Tensor) -> Tensor:
         """See ``Products``."""
@@ -227,7 +228,7 @@ class TunedProducts(TorchProducts):
             hopper_products.gated_backward(flat, down, both.view(-1, 2 * ffn), of_both.view(-1, 2 * ffn))
             return of_both
 
-        fits = both.is_contiguous() and self._takes(flat, down) and hopper_products.fits(flat, down, ffn)
+        fits = both.is_contiguous() and self._fits(flat, down, ffn)
         ways = (lambda: TorchProducts.gradient_gated(self, grad, down, both), together)
         return ways[self._way("gated gradient", (*flat.shape, *down.shape), ways) if fits else 0]()
 
@@ -305,6 +306,10 @@ class TunedProducts(TorchProducts):
     def _keep(self, key: str, choice: int) -> None:
         self.chosen[key] = choice
         self._write()
+
+    def _fits(self, rows: Tensor, weight: Tensor, columns: int) -> bool:
+        """Whether this project's own kernels can take the library's place."""
+        return self._takes(rows, weight) and hopper_products.fits(rows, weight, columns)
 
     def _takes(self, *matrices: Tensor) -> bool:
         a, b = matrices[:2]

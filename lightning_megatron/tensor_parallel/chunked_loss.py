@@ -44,13 +44,12 @@ from lightning_megatron.tensor_parallel.product import (
     input_gradient,
     outside_autocast,
     product,
-    put_weight_gradient,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
-    weight_gradient,
+    weight_gradient_of,
 )
-from lightning_megatron.weight_gradients import added_to_sum, now_or_later, waits
+from lightning_megatron.weight_gradients import added_to_sum, waits
 
 
 def head_cross_entropy(
@@ -151,12 +150,7 @@ class _HeadLoss(torch.autograd.Function):
                 def rows() -> Tensor:
                     return gather().wait() if full is None else full
 
-                grad_weight = now_or_later(
-                    ctx,
-                    lambda: weight_gradient(slopes, rows()),
-                    add=lambda total: add_weight_gradient(total, slopes, rows()),
-                    put=lambda total: put_weight_gradient(total, slopes, rows()),
-                )
+                grad_weight = weight_gradient_of(ctx, slopes, rows)
             if reducing is not None:
                 summed = reducing.wait()
                 grad_hidden = _scaled(summed, factors, out=summed).view(ctx.shape)

@@ -17,15 +17,12 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.kernels.products import current_products
 from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.tensor_parallel.product import (
-    add_weight_gradient,
     autocast_dtype,
     input_gradient,
     outside_autocast,
     product,
-    put_weight_gradient,
-    weight_gradient,
+    weight_gradient_of,
 )
-from lightning_megatron.weight_gradients import now_or_later
 
 
 def gates(x: Tensor, gate_up: ColumnParallelLinear, down: RowParallelLinear) -> bool:
@@ -73,7 +70,7 @@ class _GateUp(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with outside_autocast(grad):
             grad_x = None if weight is None else input_gradient(grad, weight)
-            return grad_x, None if x is None else _weight_gradient(ctx, grad, x)
+            return grad_x, None if x is None else weight_gradient_of(ctx, _rows(grad), lambda: x)
 
 
 class _Down(torch.autograd.Function):
@@ -95,15 +92,9 @@ class _Down(torch.autograd.Function):
         with outside_autocast(grad):
             grad = grad.contiguous()
             of_both = None if both is None else current_products().gradient_gated(grad, weight, both)
-            of_weight = None if activated is None else _weight_gradient(ctx, grad, activated)
+            of_weight = None if activated is None else weight_gradient_of(ctx, _rows(grad), lambda: activated)
             return of_both, None, of_weight, grad if ctx.needs_input_grad[3] else None
 
 
-def _weight_gradient(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
-    rows = grad.reshape(-1, grad.shape[-1])
-    return now_or_later(
-        ctx,
-        lambda: weight_gradient(rows, x),
-        add=lambda total: add_weight_gradient(total, rows, x),
-        put=lambda total: put_weight_gradient(total, rows, x),
-    )
+def _rows(grad: Tensor) -> Tensor:
+    return grad.reshape(-1, grad.shape[-1])

@@ -34,20 +34,18 @@ from lightning_megatron.sharding import Box, Init, ParamSharding, replicated, se
 from lightning_megatron.tensor_parallel.pieces import Multiplier, gathered_product, reduced_product, scattered_product
 from lightning_megatron.tensor_parallel.product import (
     Pending,
-    add_weight_gradient,
     adds_to,
     autocast_dtype,
     cast,
     input_gradient,
     outside_autocast,
     product,
-    put_weight_gradient,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
-    weight_gradient,
+    weight_gradient_of,
 )
-from lightning_megatron.weight_gradients import now_or_later, waits
+from lightning_megatron.weight_gradients import waits
 
 
 @dataclass(frozen=True)
@@ -320,12 +318,7 @@ class _ColumnLinear(torch.autograd.Function):
                 def whole() -> Tensor:
                     return gather().wait() if full is None else full
 
-                grad_weight = now_or_later(
-                    ctx,
-                    lambda: weight_gradient(rows, whole()),
-                    add=lambda total: add_weight_gradient(total, rows, whole()),
-                    put=lambda total: put_weight_gradient(total, rows, whole()),
-                )
+                grad_weight = weight_gradient_of(ctx, rows, whole)
             if needs_bias:
                 grad_bias = rows.sum(0)
             of_added = grad if ctx.needs_input_grad[6] else None
@@ -370,10 +363,4 @@ class _RowLinear(torch.autograd.Function):
                 return grad_x, None, None, None, None
             assert full is not None
             rows = full.reshape(-1, full.shape[-1])
-            grad_weight = now_or_later(
-                ctx,
-                lambda: weight_gradient(rows, x),
-                add=lambda total: add_weight_gradient(total, rows, x),
-                put=lambda total: put_weight_gradient(total, rows, x),
-            )
-            return grad_x, grad_weight, None, None, None
+            return grad_x, weight_gradient_of(ctx, rows, lambda: x), None, None, None

@@ -7,6 +7,7 @@ An optimizer sums the gradients of micro-batches in fp32. The product that makes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from lightning_megatron.comm import all_gather_single, reduce_scatter_single
 from lightning_megatron.kernels.products import current_products
 from lightning_megatron.mesh import Axis
+from lightning_megatron.weight_gradients import now_or_later
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -119,3 +121,19 @@ def put_weight_gradient(total: Tensor, rows: Tensor, x: Tensor) -> None:
     """Write ``rows^T x`` over ``total``, whatever that holds. Arguments as for ``add_weight_gradient``."""
     with outside_autocast(rows):
         current_products().weight_gradient(total, rows, x.reshape(-1, x.shape[-1]), add=False)
+
+
+def weight_gradient_of(ctx: Any, rows: Tensor, x: Callable[[], Tensor]) -> Tensor | None:
+    """What a Function's backward returns for its weight, by ``[N, out]`` and the input ``[.., in]``; see ``now_or_later``.
+
+    Args:
+        ctx: of the Function.
+        rows: gradients of the layer's output.
+        x: gives the layer's input, when the gradient is made.
+    """
+    return now_or_later(
+        ctx,
+        lambda: weight_gradient(rows, x()),
+        add=lambda total: add_weight_gradient(total, rows, x()),
+        put=lambda total: put_weight_gradient(total, rows, x()),
+    )

@@ -25,7 +25,7 @@ from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.optim import DistributedOptimizer
 from lightning_megatron.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from lightning_megatron.tensor_parallel.embedding import add_rows
-from lightning_megatron.tensor_parallel.linear import add_weight_gradient, put_weight_gradient
+from lightning_megatron.tensor_parallel.product import add_weight_gradient, put_weight_gradient
 
 DEVICE = torch.device("cuda")
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}

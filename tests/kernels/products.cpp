@@ -18,12 +18,11 @@ void none_left() {
 }
 long bad;
 double worst;
-char where[64];
 void close_to(double got, double want, double scale) {
     double e = fabs(got - want) / (fabs(want) + scale);
     worst = max(worst, e);
     if (!(e < 0.012)) {
-        if (bad++ < 6) printf("  %g, not %g (%s)\n", got, want, where);
+        if (bad++ < 6) printf("  %g, not %g\n", got, want);
     }
 }
 void said(const char* what, int M, int N, int K, int c) {

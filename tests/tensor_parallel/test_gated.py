@@ -20,7 +20,7 @@ from lightning_megatron.layers.mlp import gate_up_parts
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.pipeline.backward_split import SplitBackward
-from lightning_megatron.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gated
+from lightning_megatron.tensor_parallel import ColumnParallelLinear, RowParallelLinear, product
 from lightning_megatron.tensor_parallel.gated import gated_linears, gates
 from lightning_megatron.weight_gradients import ask_to_wait, open_sum
 from tests.tensor_parallel.gating import Gating
@@ -269,7 +269,7 @@ def with_sums(block: Block) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def test_weight_gradients_are_written_over_their_sums_then_added(gating: Gating, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated, "weight_gradient", lambda *_: pytest.fail("a gradient was made beside the sum"))
+    monkeypatch.setattr(product, "weight_gradient", lambda *_: pytest.fail("a gradient was made beside the sum"))
     block = Block()
     totals, arrived = with_sums(block)
     expected = by_autograd(block)
