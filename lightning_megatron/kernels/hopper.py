@@ -22,7 +22,7 @@ from torch import Tensor
 SHARED_MEMORY = 232_448
 """Bytes of shared memory that one program may have."""
 _MAX_DYNAMIC_SHARED_MEMORY, _PROMOTION_128 = 8, 2
-_DTYPES = {torch.bfloat16: 9, torch.float32: 7}
+_DTYPES = {torch.bfloat16: 9, torch.float32: 7, torch.uint8: 0}
 _SWIZZLE = 3  # of rows of 128 bytes
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _SOURCES = Path(__file__).parent / "cuda"

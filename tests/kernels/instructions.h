@@ -74,6 +74,7 @@ void read(u32 at, u32 (&v)[4]) {
     V4 x = at_smem<V4>(here(), at);
     memcpy(v, x.v, 16);
 }
+void put_chunk(u32 at, const u32 (&v)[4]) { memcpy(at_smem<V4>(here(), at).v, v, 16); }
 void put_two(u32 at, float a, float b) {
     if (at % 8) wrong("put_two");
     at_smem<float>(here(), at) = a;
