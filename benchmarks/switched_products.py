@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader
 from benchmarks.kernel_kinds import table_of
 from benchmarks.model_shapes import SHAPES, config_of
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.kernels.products import Products, TorchProducts, TunedProducts, set_products
+from lightning_megatron.kernels.products import Products, TorchProducts, set_products
+from lightning_megatron.kernels.tuned_products import TunedProducts
 from lightning_megatron.precision import MegatronPrecision
 
 _STEPS_A_TURN, _NUM_TURNS = 2, 3  # the first turn of each is warm-up

@@ -15,14 +15,8 @@ from torch import Tensor
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.kernels import hopper_products, timing
-from lightning_megatron.kernels.products import (
-    TorchProducts,
-    TunedProducts,
-    current_products,
-    products_of,
-    set_products,
-    way_key,
-)
+from lightning_megatron.kernels.products import TorchProducts, current_products, set_products
+from lightning_megatron.kernels.tuned_products import TunedProducts, products_of, way_key
 from lightning_megatron.tensor_parallel.product import add_weight_gradient, input_gradient, product, put_weight_gradient
 
 
@@ -253,6 +247,14 @@ def gated_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append("add" if add else "put")
         plain.weight_gradient(total, grad, x, add=add)
 
+    def rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, turned: int) -> None:
+        ran.append("rotated")
+        values = (weight.shape[0] - turned) // cos.shape[-1]
+        heads, rows = (turned // cos.shape[-1] - values, values), x.view(len(cos), -1, x.shape[-1])
+        out.copy_(plain.forward_rotated(rows, weight, (cos, sin), heads).view(out.shape))
+
+    monkeypatch.setattr(hopper_products, "rotated_forward", rotated)
+    monkeypatch.setattr(hopper_products, "fits_rotated", lambda rows, weight, tables, heads: weight.is_contiguous())
     monkeypatch.setattr(hopper_products, "weight_gradient", weight_gradient)
     monkeypatch.setattr(hopper_products, "fits_weight", lambda grad, x, total: True)
     monkeypatch.setattr(hopper_products, "input_gradient", input_gradient)

@@ -1,7 +1,7 @@
 """Kernels: Triton for what is bound by memory, CUDA C++ for products on Hopper, and what chooses among products.
 
-``products.py`` multiplies by whatever was timed to be the fastest; ``cuda`` and ``hopper*.py`` hold the kernels in C++. Each
-file of Triton kernels imports Triton, so import one only where ``available()``.
+``products.py`` says what multiplies, ``tuned_products.py`` times what is the fastest; ``cuda`` and ``hopper*.py`` hold the
+kernels in C++. Each file of Triton kernels imports Triton, so import one only where ``available()``.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_megatron.kernels.hopper import Kernel, TensorMap, compiled, digest, in_context, runs_on
 
 _ROWS, _COLUMNS, _STEP, _PIECE = 128, 256, 64, 64  # of a tile, of the inner dimension at a time, of what is written at a time
+_HEAD_SIZES = (64, 128)
 _PROGRAMS_A_CLUSTER, _NUM_THREADS = 2, 384
 _PAIR = _PROGRAMS_A_CLUSTER * _ROWS
 _ALIGNMENT = 16  # bytes
@@ -36,6 +37,22 @@ def fits_weight(grad: Tensor, x: Tensor, total: Tensor) -> bool:
     (num, size), columns = grad.shape, x.shape[1]
     is_sum = total.dtype == torch.float32 and total.is_contiguous() and total.data_ptr() % _ALIGNMENT == 0
     return is_sum and _are_usable(grad, x) and not (size % _PAIR or columns % _COLUMNS or num % _STEP)
+
+
+def fits_rotated(rows: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor], heads: tuple[int, int]) -> bool:
+    """Whether ``rotated_forward`` takes these: ``[M, K], [N, K]`` and tables of positions; ``heads`` of queries and of keys."""
+    size = tables[0].shape[-1]
+    are_tables = all(
+        t.dtype == torch.float32
+        and t.is_contiguous()
+        and t.data_ptr() % _ALIGNMENT == 0
+        and t.numel() == t.shape[0] * size
+        and t.shape[0] > 0
+        and rows.shape[0] % t.shape[0] == 0
+        for t in tables
+    )
+    is_whole = weight.shape[0] == (heads[0] + 2 * heads[1]) * size and sum(heads) * size % _COLUMNS == 0
+    return are_tables and is_whole and size in _HEAD_SIZES and fits(rows, weight, weight.shape[0])
 
 
 def _are_usable(*factors: Tensor) -> bool:
@@ -67,12 +84,14 @@ def gated_backward(grad: Tensor, down: Tensor, both: Tensor, of_both: Tensor) ->
         _launch("gated_backward", grad.device, *maps, both, of_both, num, ffn, size)
 
 
-def rotated_forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, turned: int, batch: int) -> None:
+def rotated_forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, *, turned: int) -> None:
     """``x weight^T``, ``[M, K], [N, K]``, written to ``[M, N]``; heads in the first ``turned`` columns are rotated.
 
-    ``cos`` and ``sin`` are fp32 ``[M / batch, .., d]``, d 64 or 128, contiguous, the two halves of the last dim alike.
+    ``cos`` and ``sin`` are fp32 ``[S, .., d]``, d 64 or 128, contiguous, the two halves of the last dim alike; M / S
+    neighbouring rows share a position.
     """
     (num, size), columns = x.shape, weight.shape[0]
+    batch = num // cos.shape[0]
     with in_context(x.device):
         maps = TensorMap(x, _ROWS, _STEP), TensorMap(weight, _COLUMNS // 2, _STEP), TensorMap(out, _PIECE, _PIECE)
         _launch(f"rotated_{cos.shape[-1]}", x.device, *maps, cos, sin, turned, batch, num, columns, size)

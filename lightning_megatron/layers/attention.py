@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lightning_megatron.layers.backend import Backend
-from lightning_megatron.layers.residual import can_take, onto
+from lightning_megatron.layers.residual import can_take, is_bare, onto
 from lightning_megatron.layers.rope import rotate_fused
 from lightning_megatron.layers.sequence import SequenceContext
-from lightning_megatron.tensor_parallel.linear import OutPart
+from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, OutPart
+from lightning_megatron.tensor_parallel.rotated import rotated_linear, rotates
 
 
 def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
@@ -100,8 +101,11 @@ class Attention(nn.Module):
             heads = (sizes[0] // self.head_dim, sizes[1] // self.head_dim)
             if getattr(self.core, "rotates", False):  # in one pass with what it does next
                 return self.core(self.qkv(hidden), None, None, context, heads=heads)  # type: ignore[no-any-return]
+            tables = (context.rope.cos, context.rope.sin)
             if (rotated := getattr(self.qkv, "rotated", None)) is not None:
                 q, k, v = rotated(hidden, heads, context.rope)
+            elif type(qkv := self.qkv) is ColumnParallelLinear and is_bare(qkv) and rotates(hidden, qkv, tables, heads):
+                q, k, v = rotated_linear(hidden, qkv, tables, heads)
             else:
                 q, k, v = rotate_fused(self.qkv(hidden), heads, head_dim=self.head_dim, tables=context.rope)
             return self.core(q, k, v, context)  # type: ignore[no-any-return]

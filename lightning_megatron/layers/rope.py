@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_megatron.kernels import runs_on
+from lightning_megatron.kernels.rotation import rotate_together, split_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +100,6 @@ def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0))
 
 
-def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs ``(i, i + head_dim/2)``: heads ``[S, B, h, head_dim]``, tables ``[S, 1, 1, head_dim]``. Same shape.
-
-    Computed in the wider of the two dtypes (fp32 for 16-bit heads), rounded once to the dtype of the heads.
-    """
-    first, second = heads.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (heads * cos + turned * sin).to(heads.dtype)
-
-
 def rotate_fused(fused: Tensor, heads: tuple[int, int], *, head_dim: int, tables: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys of a fused projection, rotated, and values: ``[S, B, (h + 2g) * d]`` to ``[S, B, h or g, d]`` each.
 
@@ -127,7 +117,7 @@ def rotate_fused(fused: Tensor, heads: tuple[int, int], *, head_dim: int, tables
 
 def rotate_back(of_q: Tensor, of_k: Tensor, of_v: Tensor, tables: RopeTables) -> Tensor:
     """The gradient of what ``rotate_fused`` was given, ``[S, B, (h + 2g) * d]``, of those of its results."""
-    return _rotate_together(of_q, of_k, of_v, cos=tables.cos, sin=tables.sin, inverse=True)
+    return rotate_together(of_q, of_k, of_v, cos=tables.cos, sin=tables.sin, inverse=True)
 
 
 class RotateFused(torch.autograd.Function):
@@ -139,8 +129,8 @@ class RotateFused(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs as of ``rotate_fused``."""
         ctx.save_for_backward(cos, sin)
-        parts = _split_heads(fused, heads, head_dim)
-        return _split_heads(_rotate_together(*parts, cos=cos, sin=sin, inverse=False), heads, head_dim)
+        parts = split_heads(fused, heads, head_dim)
+        return split_heads(rotate_together(*parts, cos=cos, sin=sin, inverse=False), heads, head_dim)
 
     @staticmethod
     @once_differentiable
@@ -161,29 +151,11 @@ class _RotateHeads(torch.autograd.Function):
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         none = heads[:, :, :0]
-        return _rotate_together(heads, none, none, cos=cos, sin=sin, inverse=False).view(heads.shape)
+        return rotate_together(heads, none, none, cos=cos, sin=sin, inverse=False).view(heads.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         none = grad[:, :, :0]
-        return _rotate_together(grad, none, none, cos=cos, sin=sin, inverse=True).view(grad.shape), None, None
-
-
-def _split_heads(fused: Tensor, heads: tuple[int, int], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    num_q, num_kv = heads
-    parts = torch.split(fused, [num_q * head_dim, num_kv * head_dim, num_kv * head_dim], dim=-1)
-    q, k, v = (part.view(*part.shape[:-1], -1, head_dim) for part in parts)
-    return q, k, v
-
-
-def _rotate_together(q: Tensor, k: Tensor, v: Tensor, *, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """``[S, B, h, d], [S, B, g, d] x 2 -> [S, B, (h + 2g) * d]``; ``inverse`` rotates back, which is the gradient."""
-    if runs_on(q) and cos.shape == (q.shape[0], 1, 1, q.shape[3]):
-        from lightning_megatron.kernels.rope import rotate_together
-
-        q, k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v))
-        return rotate_together(q, k, v, cos=cos.contiguous(), sin=sin.contiguous(), inverse=inverse)
-    sin = -sin if inverse else sin
-    return torch.cat((apply_rope(q, cos, sin).flatten(2), apply_rope(k, cos, sin).flatten(2), v.flatten(2)), dim=-1)
+        return rotate_together(grad, none, none, cos=cos, sin=sin, inverse=True).view(grad.shape), None, None

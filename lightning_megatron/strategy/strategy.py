@@ -24,7 +24,8 @@ from typing_extensions import override
 from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.comm import all_reduce
 from lightning_megatron.context_parallel.block import Kernel
-from lightning_megatron.kernels.products import products_of, set_products
+from lightning_megatron.kernels.products import set_products
+from lightning_megatron.kernels.tuned_products import products_of
 from lightning_megatron.layers.backend import Backend
 from lightning_megatron.layers.choice import BackendName, choose_backend, use_backend
 from lightning_megatron.layers.recompute import Recompute

@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.kernels.products import current_products
+from lightning_megatron.tensor_parallel.bypass import can_bypass, wait_for
 from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.tensor_parallel.product import (
-    autocast_dtype,
     input_gradient,
     outside_autocast,
     product,
@@ -27,25 +27,16 @@ from lightning_megatron.tensor_parallel.product import (
 
 def gates(x: Tensor, gate_up: ColumnParallelLinear, down: RowParallelLinear) -> bool:
     """Whether ``gated_linears`` saves passes over memory for these layers and this input ``[.., H]``."""
-    if gate_up.mesh.tp.size > 1 or gate_up.bias is not None or down.bias is not None or autocast_dtype(x) is not None:
-        return False
-    hooks = [hook for linear in (gate_up, down) for hook in linear._forward_pre_hooks.values()]
-    return all(getattr(hook, "only_waits", False) for hook in hooks) and current_products().gates(x, gate_up.weight)
+    return can_bypass(x, gate_up, down) and current_products().gates(x, gate_up.weight)
 
 
 def gated_linears(x: Tensor, gate_up: ColumnParallelLinear, down: RowParallelLinear, residual: Tensor | None = None) -> Tensor:
     """``down(swiglu(gate_up(x))) + residual``, ``[.., H] -> [.., H]``, on one tensor-parallel rank and without biases."""
-    _wait_for(gate_up)
+    wait_for(gate_up)
     both, activated = _GateUp.apply(x, gate_up.weight)  # type: ignore[no-untyped-call]
-    _wait_for(down)
+    wait_for(down)
     result: Tensor = _Down.apply(both, activated, down.weight, residual)  # type: ignore[no-untyped-call]
     return result
-
-
-def _wait_for(linear: nn.Module) -> None:
-    """What its own ``forward`` would have waited for: its parameters may still be on their way."""
-    for hook in linear._forward_pre_hooks.values():
-        hook(linear, ())
 
 
 class _GateUp(torch.autograd.Function):

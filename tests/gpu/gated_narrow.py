@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from lightning_megatron.initialize import materialize
 from lightning_megatron.kernels.gated_narrow import fits, gated_narrow_forward
 from lightning_megatron.kernels.narrow import Factor, Narrow
-from lightning_megatron.kernels.products import TorchProducts, TunedProducts, set_products
+from lightning_megatron.kernels.products import TorchProducts, set_products
 from lightning_megatron.kernels.swiglu_narrow import swiglu_narrow
+from lightning_megatron.kernels.tuned_products import TunedProducts
 from lightning_megatron.layers.choice import choose_backend
 from lightning_megatron.layers.recompute import Recompute, recompute
 from lightning_megatron.layers.te_backend import Fp8Options, scales_of, why_unavailable

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels import hopper_products
-from lightning_megatron.kernels.products import TorchProducts, way_key
+from lightning_megatron.kernels.products import TorchProducts
+from lightning_megatron.kernels.tuned_products import way_key
 from lightning_megatron.layers.recompute import Recompute, recompute
 from lightning_megatron.layers.rope import RopeTables, rotate_fused
 
@@ -39,10 +40,11 @@ class Forced(Counting):
 @contextlib.contextmanager
 def launches() -> Iterator[list[str]]:
     """Names of the kernels of our own that were launched."""
-    names, ran = ("gated_forward", "gated_backward", "input_gradient", "weight_gradient"), list[str]()
+    names = ("gated_forward", "gated_backward", "rotated_forward", "input_gradient", "weight_gradient")
+    ran: list[str] = []
 
     def noting(name: str, launch: Callable[..., None]) -> Callable[..., None]:
-        def noted(*args: Tensor, **kwargs: bool) -> None:
+        def noted(*args: Tensor, **kwargs: int) -> None:
             ran.append(name)
             launch(*args, **kwargs)
 
@@ -158,25 +160,29 @@ def gated_elsewhere(forced: Forced) -> None:
     claim("gated gradient in a fresh thread", len(found) == 1 and torch.equal(found[0], expected[2]))
 
 
-def gated_blocks() -> None:
-    """A step of a GPT with SwiGLU in the products is as near to fp32 as one with passes of its own."""
+def blocks() -> None:
+    """A step of a GPT with SwiGLU and rotations in the products is as near to fp32 as one with passes of its own."""
     expected = found_by(model(torch.float32), TorchProducts())
     before = {name: relative(t, expected[name]) for name, t in found_by(model(torch.bfloat16), TorchProducts()).items()}
     apart = found_by(model(torch.bfloat16), Forced(DEVICE))  # the same proposals, and the residual in the product
-    for way, forwards in ((None, 1), ("selective", 0), ("full", 2), (["mlp"], 2)):  # a dropped activation stays apart
+    # A dropped activation stays apart.
+    for way, forwards, rotated in ((None, 1, 1), ("selective", 0, 1), ("full", 2, 2), (["mlp"], 2, 1)):
         made, forced = model(torch.bfloat16), Forced(DEVICE)
         forced.force(2 * LLAMA.max_seq_len, LLAMA.hidden_size, LLAMA.ffn_hidden_size)
+        heads = (LLAMA.num_heads, LLAMA.num_kv_heads, LLAMA.hidden_size // LLAMA.num_heads)
+        sizes = (LLAMA.max_seq_len, 2, LLAMA.hidden_size, *made.layers[0].attn.qkv.weight.shape, *heads)
+        forced.chosen[way_key("rotated", sizes)] = 1
         recompute(made, Recompute.of(way))
         with launches() as ran:
             found = found_by(made, forced)
-        counts, layers = [ran.count(name) for name in ("gated_forward", "gated_backward")], LLAMA.num_layers
-        claim(f"gated recompute={way}: {counts} launched", counts == [forwards * layers, min(forwards, 1) * layers])
+        counts = [ran.count(name) // LLAMA.num_layers for name in ("gated_forward", "gated_backward", "rotated_forward")]
+        claim(f"recompute={way}: {counts} launched a layer", counts == [forwards, min(forwards, 1), rotated])
         after = {name: relative(t, expected[name]) for name, t in found.items()}
         ratios = {name: after[name] / (error + 1e-5) for name, error in before.items()}
         worst = max(ratios, key=lambda name: ratios[name])
         for name in ("losses", worst):
             says = f"error {after[name]:.1e}, apart {before[name]:.1e}"
-            claim(f"gated recompute={way} {name}: {says}", after.keys() == before.keys() and ratios[name] < 1.5)
+            claim(f"recompute={way} {name}: {says}", after.keys() == before.keys() and ratios[name] < 1.5)
         if way is None:
             for name in found:
                 same_bits(f"in a step, {name}", found[name], apart[name])
@@ -210,7 +216,7 @@ def rotated_products() -> None:
         angles = torch.rand(tokens // batch, 1, 1, size // 2, device=DEVICE) * 6
         cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
         out = torch.full((tokens, weight.shape[0]), float("nan"), device=DEVICE, dtype=torch.bfloat16)
-        hopper_products.rotated_forward(x, weight, cos, sin, out, turned=(heads + kv) * size, batch=batch)
+        hopper_products.rotated_forward(x, weight, cos, sin, out, turned=(heads + kv) * size)
         fused = (x @ weight.t()).view(tokens // batch, batch, -1)
         parts = rotate_fused(fused, (heads, kv), head_dim=size, tables=RopeTables(cos, sin))
         expected = torch.cat([part.flatten(2) for part in parts], -1).view(tokens, -1)
@@ -225,7 +231,7 @@ def main() -> None:
         sys.exit("these kernels are for Hopper")
     for part in (gated_products, input_gradients, weight_gradients, gated_extremes, gated_elsewhere):
         part(Forced(DEVICE))
-    gated_blocks()
+    blocks()
     rotated_products()
     print(f"{len(failed)} failed: {failed}", flush=True)
     sys.exit(bool(failed))

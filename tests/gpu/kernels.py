@@ -16,9 +16,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from lightning_megatron.initialize import materialize
+from lightning_megatron.kernels.rotation import apply_rope
 from lightning_megatron.layers.activation import swiglu
 from lightning_megatron.layers.norm import RMSNorm, add_and_norm
-from lightning_megatron.layers.rope import Rope, apply_rope, rotate_fused, rotate_heads
+from lightning_megatron.layers.rope import Rope, rotate_fused, rotate_heads
 from lightning_megatron.layers.torch_backend import CausalAttention
 from lightning_megatron.mesh import Axis, Mesh, use_mesh
 from lightning_megatron.models import GPT, GPTConfig

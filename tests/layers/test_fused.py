@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatron.kernels.rotation import apply_rope
 from lightning_megatron.layers.activation import swiglu
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm, add_and_norm
-from lightning_megatron.layers.rope import Rope, apply_rope, rotate_fused, rotate_heads
+from lightning_megatron.layers.rope import Rope, rotate_fused, rotate_heads
 
 CPU = torch.device("cpu")
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

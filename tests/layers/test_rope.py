@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightning_megatron.layers.rope import Rope, RopeScaling, WholeRows, apply_rope, rotate_heads
+from lightning_megatron.kernels.rotation import apply_rope
+from lightning_megatron.layers.rope import Rope, RopeScaling, WholeRows, rotate_heads
 
 
 def test_tables_are_cosines_and_sines_of_position_times_frequency() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_megatron.kernels.products import TunedProducts
+from lightning_megatron.kernels.tuned_products import TunedProducts
 from lightning_megatron.layers.te_backend.operations import Narrow
 
 Way = Callable[[], tuple[Tensor, Narrow]]

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels import available
-from lightning_megatron.kernels.products import TunedProducts, current_products
+from lightning_megatron.kernels.products import current_products
+from lightning_megatron.kernels.tuned_products import TunedProducts
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.te_backend.operations import Heads, Narrow, Rotation
 from lightning_megatron.layers.te_backend.options import Fp8Options
