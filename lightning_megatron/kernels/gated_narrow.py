@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels.hopper import Kernel, TensorMap, compiled, digest, in_context, runs_on
-from lightning_megatron.kernels.hopper_products import counters
+from lightning_megatron.kernels.hopper_products import counters, kept_rows, num_programs
 from lightning_megatron.kernels.narrow import CHECK, GUESS, Factor, Narrow, narrowed
 from lightning_megatron.kernels.swiglu_narrow import FORWARD, _swiglu_narrow
 
 _ROWS, _COLUMNS, _LINE = 128, 128, 128  # of a tile, of gate and of up in it, bytes of the inner dimension at a time
 _PIECE = 64  # rows and columns of what is written at a time
 _PROGRAMS_A_CLUSTER, _NUM_THREADS = 2, 384
-_GROUP = 8  # rows of tiles that are walked through together, so that they share what the cache holds
 _ALIGNMENT = 16  # bytes, of what bulk copies read
 _SOURCE = "gated_narrow.cu"
 
@@ -74,8 +73,8 @@ def gated_narrow_forward(
         with in_context(device):
             maps = _of_bytes(x, _ROWS), _of_bytes(gate_up, _COLUMNS), TensorMap(both, _PIECE, _PIECE)
             places = x_inv, gate_up_inv, rows, columns, *numbers
-            sizes = int(mode == GUESS), num, ffn, size, _GROUP
-            _kernel(device).launch(_num_programs(device), *maps, *places, *sizes, counters(device), device=device)
+            sizes = int(mode == GUESS), num, ffn, size, kept_rows(x)
+            _kernel(device).launch(num_programs(device), *maps, *places, *sizes, counters(device), device=device)
 
     return narrowed(both, (num, ffn), torch.float8_e4m3fn, factor=factor, launch=launch)
 
@@ -83,13 +82,6 @@ def gated_narrow_forward(
 def _of_bytes(matrix: Tensor, rows: int) -> TensorMap:
     """Of blocks with 128 bytes a row. A copy moves bits, so two bytes do for one number of 16."""
     return TensorMap(matrix.view(torch.bfloat16), rows, _LINE // 2)
-
-
-@cache
-def _num_programs(device: torch.device) -> int:
-    """One for each multiprocessor."""
-    number = torch.cuda.get_device_properties(device).multi_processor_count
-    return int(number) // _PROGRAMS_A_CLUSTER * _PROGRAMS_A_CLUSTER
 
 
 @cache

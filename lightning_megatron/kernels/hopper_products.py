@@ -24,6 +24,7 @@ _PAIR = _PROGRAMS_A_CLUSTER * _ROWS
 _ALIGNMENT = 16  # bytes
 _SOURCE = "products.cu"
 _GROUP = 8  # rows of tiles that are walked through together, so that they share what the cache holds
+_KEPT, _FEWEST = 16 << 20, 4  # bytes of a first factor that the cache is asked to keep, and rows of tiles at least
 
 
 def fits(rows: Tensor, weight: Tensor, columns: int) -> bool:
@@ -73,7 +74,7 @@ def gated_forward(x: Tensor, gate_up: Tensor, both: Tensor, activated: Tensor) -
     (num, size), ffn = x.shape, activated.shape[1]
     with in_context(x.device):
         maps = TensorMap(x, _ROWS, _STEP), TensorMap(gate_up, _COLUMNS // 2, _STEP), TensorMap(both, _PIECE, _PIECE)
-        _launch("gated_forward", x.device, *maps, activated, num, ffn, size)
+        _launch("gated_forward", x.device, *maps, activated, num, ffn, size, group=kept_rows(x))
 
 
 def gated_backward(grad: Tensor, down: Tensor, both: Tensor, of_both: Tensor) -> None:
@@ -113,8 +114,13 @@ def weight_gradient(grad: Tensor, x: Tensor, total: Tensor, *, add: bool) -> Non
         _launch("weight_gradient", grad.device, *maps, int(add), size, columns, num)
 
 
-def _launch(name: str, device: torch.device, *arguments: TensorMap | Tensor | int) -> None:
-    _kernel(name, device).launch(_num_programs(device), *arguments, _GROUP, counters(device), device=device)
+def kept_rows(factor: Tensor) -> int:
+    """How many rows of tiles to walk through together where the cache is asked to keep the first factor, ``[M, K]``."""
+    return max(_KEPT // (_PAIR * factor.shape[1] * factor.element_size()), _FEWEST)
+
+
+def _launch(name: str, device: torch.device, *arguments: TensorMap | Tensor | int, group: int = _GROUP) -> None:
+    _kernel(name, device).launch(num_programs(device), *arguments, group, counters(device), device=device)
 
 
 def counters(device: torch.device) -> Tensor:
@@ -130,7 +136,7 @@ def _counters(device: torch.device, stream: int) -> Tensor:
 
 
 @cache
-def _num_programs(device: torch.device) -> int:
+def num_programs(device: torch.device) -> int:
     """One for each multiprocessor."""
     number = torch.cuda.get_device_properties(device).multi_processor_count
     return int(number) // _PROGRAMS_A_CLUSTER * _PROGRAMS_A_CLUSTER

@@ -115,20 +115,21 @@ uint4 fetch(const u16* p) {
     if ((u64)p % 16) wrong("fetch");
     return *(const uint4*)p;
 }
-void store(u16* p, const u32 (&v)[4]) {
+void store(u16* p, const u32 (&v)[4], u64) {
     if ((u64)p % 16) wrong("store");
     for (int i = 0; i < 4; i++)
         if (((u32*)p)[i] != NOT_WRITTEN * 0x10001u) wrong("stored twice");
     memcpy(p, v, 16);
 }
-void load(u32 to, const Map* map, int x, int y, u32 b) {
+void load(u32 to, const Map* map, int x, int y, u32 b, u64) {
     if (to % 1024) wrong("load");
     flying.push_back({0, now->block, now, to, b, map, x, y});
 }
-void load_both(u32 to, const Map* map, int x, int y, u32 b) {
+void load_both(u32 to, const Map* map, int x, int y, u32 b, u64) {
     for (int r = 0; r < 2; r++) flying.push_back({0, now->block / 2 * 2 + r, now, to, b, map, x, y});
 }
-void send(const Map* map, int x, int y, u32 from) {
+constexpr u64 ORDINARY = 0, FIRST_OUT = 1, LAST_OUT = 2;
+void send(const Map* map, int x, int y, u32 from, u64 = ORDINARY) {
     now->unread++;
     flying.push_back({1, now->block, now, from, 0, map, x, y});
 }

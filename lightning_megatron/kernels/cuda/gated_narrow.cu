@@ -150,7 +150,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         }
     } else {
         fewer_registers<104>();
-        if (warp == 8) load_tiles<0, 0>(&x, &w, m, rows, columns, group, steps, 128, F, counters);
+        if (warp == 8) load_tiles<0, 0, true>(&x, &w, m, rows, columns, group, steps, 128, F, counters);
         else {
             float factor = *scale, largest = 0.0f;
             bool sends = warp == 9 && lane == 0;
@@ -164,10 +164,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                     u32 pieces = m.pieces + of * 4 * PIECE;
                     barrier_wait(m.given + 8 * of, parity);
                     if (sends) {
-                        send(&both, column, y, pieces);
-                        send(&both, column + 64, y, pieces + PIECE);
-                        send(&both, F + column, y, pieces + 2 * PIECE);
-                        send(&both, F + column + 64, y, pieces + 3 * PIECE);
+                        send(&both, column, y, pieces, FIRST_OUT);
+                        send(&both, column + 64, y, pieces + PIECE, FIRST_OUT);
+                        send(&both, F + column, y, pieces + 2 * PIECE, FIRST_OUT);
+                        send(&both, F + column + 64, y, pieces + 3 * PIECE, FIRST_OUT);
                     }
                     __syncwarp();
                     unsigned char *to_rows = act_rows + (long long)y * F + column,

@@ -39,24 +39,28 @@ __device__ __forceinline__ u32 cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
     return r;
 }
-__device__ __forceinline__ void load(u32 to, const Map* map, int x, int y, u32 b) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 :
-                 : "r"(to), "l"(map), "r"(x), "r"(y), "r"(b)
-                 : "memory");
-}
-__device__ __forceinline__ void load_both(u32 to, const Map* map, int x, int y, u32 b) {
+// What the L2 cache is to do with a line: as createpolicy.fractional makes it of evict_normal, evict_first and evict_last.
+constexpr u64 ORDINARY = 0x1000000000000000ull, FIRST_OUT = 0x12F0000000000000ull, LAST_OUT = 0x14F0000000000000ull;
+__device__ __forceinline__ void load(u32 to, const Map* map, int x, int y, u32 b, u64 cache) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
         :
-        : "r"(to), "l"(map), "r"(x), "r"(y), "r"(b), "h"((u16)3)
+        : "r"(to), "l"(map), "r"(x), "r"(y), "r"(b), "l"(cache)
         : "memory");
 }
-__device__ __forceinline__ void send(const Map* map, int x, int y, u32 from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];\ncp.async.bulk.commit_group;"
-                 :
-                 : "l"(map), "r"(x), "r"(y), "r"(from)
-                 : "memory");
+__device__ __forceinline__ void load_both(u32 to, const Map* map, int x, int y, u32 b, u64 cache) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;"
+        :
+        : "r"(to), "l"(map), "r"(x), "r"(y), "r"(b), "h"((u16)3), "l"(cache)
+        : "memory");
+}
+__device__ __forceinline__ void send(const Map* map, int x, int y, u32 from, u64 cache = ORDINARY) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], %4;\ncp.async.bulk.commit_group;"
+        :
+        : "l"(map), "r"(x), "r"(y), "r"(from), "l"(cache)
+        : "memory");
 }
 __device__ __forceinline__ void send_to_add(const Map* map, int x, int y, u32 from) {
     asm volatile(
@@ -134,8 +138,11 @@ __device__ __forceinline__ uint4 fetch(const u16* p) {  // in order, so that sev
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
     return v;
 }
-__device__ __forceinline__ void store(u16* p, const u32 (&v)[4]) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" : : "l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+__device__ __forceinline__ void store(u16* p, const u32 (&v)[4], u64 cache) {
+    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;"
+                 :
+                 : "l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "l"(cache)
+                 : "memory");
 }
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
 __device__ __forceinline__ void tell(u32 cell, u32 b, u32 rank, int value) {

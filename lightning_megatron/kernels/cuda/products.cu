@@ -20,10 +20,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                 bool sends = warp == 0 && lane == 0;
                 barrier_wait(m.given + 8 * of, parity);
                 if (sends) {
-                    send(&both, column, y, pieces);
-                    send(&both, column + 64, y, pieces + PIECE);
-                    send(&both, F + column, y, pieces + 2 * PIECE);
-                    send(&both, F + column + 64, y, pieces + 3 * PIECE);
+                    send(&both, column, y, pieces, FIRST_OUT);
+                    send(&both, column + 64, y, pieces + PIECE, FIRST_OUT);
+                    send(&both, F + column, y, pieces + 2 * PIECE, FIRST_OUT);
+                    send(&both, F + column + 64, y, pieces + 3 * PIECE, FIRST_OUT);
                 }
 #pragma unroll 2
                 for (int task = 32 * warp + lane; task < 64 * 16; task += 96) {
@@ -36,7 +36,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                         float g0 = low(gate[n]), g1 = high(gate[n]);
                         made[n] = rounded(g0 * sigmoid(g0) * low(up[n]), g1 * sigmoid(g1) * high(up[n]));
                     }
-                    store(act + (long long)(y + row) * F + column + chunk * 8, made);
+                    store(act + (long long)(y + row) * F + column + chunk * 8, made, FIRST_OUT);
                 }
                 if (sends) sent<0>();
                 __syncwarp();
@@ -45,7 +45,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         }
         if (warp == 0 && lane == 0) written();
     };
-    run_tiles<0>(&x, &w, m, rows, columns, group, K / STEP, 128, F, counters, finish);
+    run_tiles<0, 0, false, true>(&x, &w, m, rows, columns, group, K / STEP, 128, F, counters, finish);
 }
 
 // The gradient of gate and up at 8 columns of a row, by that of the activated; gate and up are written over.
@@ -102,8 +102,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                         read(chunk_at(pieces, row + n, lane), of_out);
                         differentiate(gate, up, of_out);
                         u16* to = of_both + start + (long long)(row + n) * 2 * F;
-                        store(to, gate);
-                        store(to + F, up);
+                        store(to, gate, FIRST_OUT);
+                        store(to + F, up, FIRST_OUT);
                     }
                 }
                 __syncwarp();
@@ -111,7 +111,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
             }
         }
     };
-    run_tiles<1>(&grad, &down, m, rows, columns, group, K / STEP, COLUMNS, 128, counters, finish);
+    run_tiles<1, 0, false, true>(&grad, &down, m, rows, columns, group, K / STEP, COLUMNS, 128, counters, finish);
 }
 
 // a [M, K], b [K, N], out [M, N]; M % 256 == 0, N % 256 == 0, K % 64 == 0

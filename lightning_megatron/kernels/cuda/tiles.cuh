@@ -6,6 +6,10 @@
 // A cluster begins with the tile of its own number, then takes the next one that nobody has: multiprocessors may be taken by others
 // (communication), and who comes late would hold up all. The loading warp of its first program asks, a tile ahead, and tells both.
 //
+// Clusters that run at the same time work on the tiles of a few rows (``group``) and pass along these rows together. Where a
+// product says so, the cache keeps the first factor's part of these rows, which is read again and again, and lets go of the second
+// factor and of results, which are not.
+//
 // A stage holds rows of 128 bytes of both factors. Sums run over the inner dimension in order, in fp32.
 constexpr int ROWS = 128, COLUMNS = 256;  // of a tile; each of two warpgroups multiplies 64 rows
 constexpr int LINE = 128;                 // bytes of a row of a, and of b unless that is turned, that a stage holds
@@ -149,10 +153,11 @@ __device__ __forceinline__ Memory laid_out(char* memory, int takers = 3) {
 // Nobody says that a number has been read. When that of tile n + 1 is told, STAGES steps into tile n, or in its last one, those who
 // multiply are at most STAGES steps behind, and those who finish one tile behind them: all have read n - SLOTS + 1, whose place it
 // takes.
-template <int TURNED, int TURNED_A>
+template <int TURNED, int TURNED_A, bool KEEPS>
 __device__ __forceinline__ void load_tiles(const Map* first, const Map* second, const Memory& m, int rows, int columns,
                                            int group, int steps, int width, int half, int* counters) {
     if (threadIdx.x % 32 != 0) return;
+    constexpr u64 FIRST = KEEPS ? LAST_OUT : ORDINARY, SECOND = KEEPS ? FIRST_OUT : ORDINARY;
     u32 rank = cluster_rank();
     int clusters = gridDim.x / 2;
     Turn turn;
@@ -171,16 +176,16 @@ __device__ __forceinline__ void load_tiles(const Map* first, const Map* second, 
             barrier_expect(there, A_BYTES + B_BYTES);
             int row = (2 * i + rank) * ROWS;
             if (TURNED_A) {
-                load(m.a + turn.stage * A_BYTES, first, row, step * STEP, there);
-                load(m.a + turn.stage * A_BYTES + A_BYTES / 2, first, row + 64, step * STEP, there);
+                load(m.a + turn.stage * A_BYTES, first, row, step * STEP, there, FIRST);
+                load(m.a + turn.stage * A_BYTES + A_BYTES / 2, first, row + 64, step * STEP, there, FIRST);
             } else {
-                load(m.a + turn.stage * A_BYTES, first, step * STEP, row, there);
+                load(m.a + turn.stage * A_BYTES, first, step * STEP, row, there, FIRST);
             }
             if (TURNED) {
-                load_both(to, second, start, step * STEP, there);
-                load_both(to + B_BYTES / 4, second, start + 64, step * STEP, there);
+                load_both(to, second, start, step * STEP, there, SECOND);
+                load_both(to + B_BYTES / 4, second, start + 64, step * STEP, there, SECOND);
             } else {
-                load_both(to, second, step * STEP, start, there);
+                load_both(to, second, step * STEP, start, there, SECOND);
             }
             turn.next<STAGES>();
         }
@@ -210,8 +215,8 @@ __device__ __forceinline__ void multiply_tiles(const Memory& m, int tiles, int s
     }
 }
 
-// Runs what each warp is for; ``finish(warp, lane)`` is for three of them, 0 to 2.
-template <int TURNED, int TURNED_A = 0, bool WIDE = false, class Finish>
+// Runs what each warp is for; ``finish(warp, lane)`` is for three of them, 0 to 2. KEEPS: the cache is told what to keep.
+template <int TURNED, int TURNED_A = 0, bool WIDE = false, bool KEEPS = false, class Finish>
 __device__ __forceinline__ void run_tiles(const Map* first, const Map* second, const Memory& m, int rows, int columns,
                                           int group, int steps, int width, int half, int* counters, Finish finish) {
     int warp = threadIdx.x / 32;
@@ -220,7 +225,8 @@ __device__ __forceinline__ void run_tiles(const Map* first, const Map* second, c
         multiply_tiles<TURNED, TURNED_A, WIDE>(m, rows * columns, steps);
     } else {
         fewer_registers<104>();
-        if (warp == 8) load_tiles<TURNED, TURNED_A>(first, second, m, rows, columns, group, steps, width, half, counters);
+        if (warp == 8)
+            load_tiles<TURNED, TURNED_A, KEEPS>(first, second, m, rows, columns, group, steps, width, half, counters);
         else finish(warp - 9, threadIdx.x & 31);
     }
     __syncwarp();
