@@ -13,12 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.kernels import stream_of
+
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _COMPUTE_FP32, _TRANSPOSE_A, _TRANSPOSE_B, _SCALE_A, _SCALE_B, _FAST_SUMS = 68, 3, 4, 17, 18, 25
 _MAX_WORKSPACE = 1
 _NUM_PROPOSALS = 16
 WORKSPACE = 64 << 20
 """Bytes that an algorithm may need besides its tensors."""
+
+
+_ONE, _ZERO = byref(c_float(1.0)), byref(c_float(0.0))
+_MATMUL: Any = (*[c_void_p] * 14, c_size_t, c_void_p)
+"""Arguments of ``cublasLtMatmul``: numbers are taken as they are, which is faster than objects made of them."""
 
 
 class _Proposal(ctypes.Structure):
@@ -84,10 +91,12 @@ class Product:
         self._describe(_TRANSPOSE_B, c_int32(transpose_a))
         if a.element_size() == 1:
             self._describe(_FAST_SUMS, c_int8(fast))
-        self._scaled = scaled
-        self._point_to_scales(torch.ones(1, device=a.device) if scaled else None, None)
-        self._proposals = self._ask()
-        self.num_algorithms = len(self._proposals)
+        self._factors = c_void_p(), c_void_p()
+        if scaled:
+            one = torch.ones(1, device=a.device)
+            self._point_to_scales(one, one)
+        self._algorithms = [byref(proposal.algorithm) for proposal in self._ask()]
+        self.num_algorithms = len(self._algorithms)
 
     def run(
         self,
@@ -120,21 +129,20 @@ class Product:
             self._point_to_scales(*scales)
         left, right, result = self._layouts
         assert added is None or not accumulate, "one thing is added"
-        adds = accumulate or added is not None
-        source, place = c_void_p((out if added is None else added).data_ptr()), c_void_p(out.data_ptr())
+        source, place = out if added is None else added, out.data_ptr()
         status = self._library.cublasLtMatmul(
-            *(_handle(a.device), self._description, byref(c_float(1.0))),
-            *(c_void_p(b.data_ptr()), left, c_void_p(a.data_ptr()), right, byref(c_float(float(adds)))),
-            *(source, result, place, result, byref(self._proposals[algorithm].algorithm)),
-            *(c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE)),
-            c_void_p(torch.cuda.current_stream(a.device).cuda_stream),
+            *(_handle(a.device), self._description, _ONE),
+            *(b.data_ptr(), left, a.data_ptr(), right, _ONE if accumulate or added is not None else _ZERO),
+            *(source.data_ptr(), result, place, result, self._algorithms[algorithm]),
+            *(workspace.data_ptr(), WORKSPACE, stream_of(a.device)),
         )
         _check(status)
 
-    def _point_to_scales(self, of_a: Tensor | None, of_b: Tensor | None) -> None:
-        if of_a is not None:
-            self._describe(_SCALE_B, c_void_p(of_a.data_ptr()))
-            self._describe(_SCALE_A, c_void_p((of_a if of_b is None else of_b).data_ptr()))
+    def _point_to_scales(self, of_a: Tensor, of_b: Tensor) -> None:
+        for attribute, known, factor in zip((_SCALE_B, _SCALE_A), self._factors, (of_a, of_b), strict=True):
+            if known.value != factor.data_ptr():
+                known.value = factor.data_ptr()
+                self._describe(attribute, known)
 
     def _describe(self, attribute: int, value: Any) -> None:
         size = c_size_t(ctypes.sizeof(value))
@@ -176,9 +184,11 @@ def _handle(device: torch.device) -> c_void_p:
 def _load() -> Any:
     major = (torch.version.cuda or "").split(".")[0]
     try:
-        return ctypes.CDLL(f"libcublasLt.so.{major}")  # the one that torch has loaded
+        library = ctypes.CDLL(f"libcublasLt.so.{major}")  # the one that torch has loaded
     except OSError:
         return None
+    library.cublasLtMatmul.argtypes = _MATMUL
+    return library
 
 
 def _library() -> Any:

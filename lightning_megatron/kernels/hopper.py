@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.kernels import stream_of
+
 SHARED_MEMORY = 232_448
 """Bytes of shared memory that one program may have."""
 _MAX_DYNAMIC_SHARED_MEMORY, _PROMOTION_128 = 8, 2
@@ -94,7 +96,7 @@ class Kernel:
                 continue
             values.append(c_void_p(argument.data_ptr()) if isinstance(argument, Tensor) else c_int(argument))
             places.append(ctypes.addressof(values[-1]))
-        stream = c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        stream = c_void_p(stream_of(device))
         status = _driver().cuLaunchKernel(
             *(self._function, num_programs, 1, 1, self._num_threads, 1, 1, SHARED_MEMORY, stream),
             *((c_void_p * len(places))(*places), None),

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lightning_megatron.kernels import stream_of
 from lightning_megatron.kernels.hopper import Kernel, TensorMap, compiled, digest, in_context, runs_on
 
 _ROWS, _COLUMNS, _STEP, _PIECE = 128, 256, 64, 64  # of a tile, of the inner dimension at a time, of what is written at a time
@@ -127,7 +128,7 @@ def counters(device: torch.device) -> Tensor:
     """By which programs share out tiles on the current stream: zeros, int32 ``[2]``, and zeros again behind each kernel."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    return _counters(device, torch.cuda.current_stream(device).cuda_stream)
+    return _counters(device, stream_of(device))
 
 
 @cache

@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.kernels import hopper_products
+from lightning_megatron.kernels import hopper_products, stream_of
 from lightning_megatron.kernels.products import Products, Tables, TorchProducts
 from lightning_megatron.kernels.timing import agrees, tensors_of, times_of
 
@@ -46,7 +46,7 @@ class TunedProducts(TorchProducts):
 
         self._made, self._device, self._path = cublaslt, device, path
         self._maker = f"{torch.cuda.get_device_name(device)}, cuBLASLt {cublaslt.version()}"
-        self._products: dict[str, Any] = {}
+        self._products: dict[tuple[Any, ...], tuple[str, Any]] = {}
         self._workspaces: dict[int, Tensor] = {}
         self.chosen: dict[str, int] = self._read()
         """Number of the proposal, by shape."""
@@ -185,13 +185,11 @@ class TunedProducts(TorchProducts):
 
         All contiguous; arguments as of ``cublaslt.Product`` and its ``run``.
         """
-        kinds = [str(t.dtype).removeprefix("torch.") for t in (a, b, out)]
-        turns = f"{'t' if transpose_a else 'n'}{'t' if transpose_b else 'n'}{'f' if fast else ''}"
-        key = f"{'x'.join(map(str, (*a.shape, *out.shape)))} {turns} {' '.join(kinds)}"
-        product = self._products.get(key)
-        if product is None:
+        form = (a.shape, out.shape, a.dtype, b.dtype, out.dtype, transpose_a, transpose_b, fast)
+        if form not in self._products:
             options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "scaled": scales is not None, "fast": fast}
-            product = self._products[key] = self._made.Product(a, b, out, **options)
+            self._products[form] = _product_key(*form), self._made.Product(a, b, out, **options)
+        key, product = self._products[form]
         workspace = self._workspace()
 
         def run(algorithm: int) -> None:
@@ -267,7 +265,7 @@ class TunedProducts(TorchProducts):
 
     def _workspace(self) -> Tensor:
         """Of the current stream: products on several run at once."""
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = stream_of(self._device)
         if stream not in self._workspaces:
             self._workspaces[stream] = torch.empty(self._made.WORKSPACE, dtype=torch.uint8, device=self._device)
         return self._workspaces[stream]
@@ -289,10 +287,19 @@ class TunedProducts(TorchProducts):
         beside.replace(self._path)
 
 
+def _product_key(a: torch.Size, out: torch.Size, *what: Any) -> str:
+    """Under which the choice among proposals is kept."""
+    *dtypes, transpose_a, transpose_b, fast = what
+    turns = f"{'t' if transpose_a else 'n'}{'t' if transpose_b else 'n'}{'f' if fast else ''}"
+    kinds = " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{'x'.join(map(str, (*a, *out)))} {turns} {kinds}"
+
+
 def _rotated(x: Tensor, weight: Tensor, tables: Tables, heads: tuple[int, int]) -> tuple[str, tuple[int, ...]]:
     return "rotated", (*x.shape, *weight.shape, *heads, tables[0].shape[-1])
 
 
+@cache
 def way_key(name: str, sizes: tuple[int, ...]) -> str:
     """Under which the choice among ways is kept, for these kernels."""
     return f"{name} {'x'.join(map(str, sizes))} kernels {hopper_products.version()}"

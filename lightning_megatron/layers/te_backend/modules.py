@@ -157,8 +157,8 @@ class FusedRowLinear(RowParallelLinear):
         result may be already. ``residual`` is added.
         """
         epoch, record = _begin(self.scales, x), torch.is_grad_enabled()
-        job = replace(self.job, epoch=epoch, record=record, activation=activation, handoff=handoff)
-        job = job if activated is None else replace(job, given=activated)
+        given = self.job.given if activated is None else activated
+        job = replace(self.job, epoch=epoch, record=record, activation=activation, handoff=handoff, given=given)
         padded = _padded(x, self.scales, job)
         inside = residual if padded is x and job.axis.size == 1 else None
         result: Tensor = RowLinear.apply(padded, self.weight, job, inside)  # type: ignore[no-untyped-call]
