@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_megatron.kernels.hopper import Kernel, TensorMap, compiled, digest, in_context, runs_on
+from lightning_megatron.kernels.hopper import Kernel, TensorMap, compiled, digest, in_context, map_of_bytes, runs_on
 from lightning_megatron.kernels.hopper_products import counters, kept_rows, num_programs
 from lightning_megatron.kernels.narrow import CHECK, GUESS, Factor, Narrow, narrowed
 from lightning_megatron.kernels.swiglu_narrow import FORWARD, _swiglu_narrow
@@ -71,17 +71,12 @@ def gated_narrow_forward(
             return
         device = both.device
         with in_context(device):
-            maps = _of_bytes(x, _ROWS), _of_bytes(gate_up, _COLUMNS), TensorMap(both, _PIECE, _PIECE)
+            maps = map_of_bytes(x, _ROWS), map_of_bytes(gate_up, _COLUMNS), TensorMap(both, _PIECE, _PIECE)
             places = x_inv, gate_up_inv, rows, columns, *numbers
             sizes = int(mode == GUESS), num, ffn, size, kept_rows(x)
             _kernel(device).launch(num_programs(device), *maps, *places, *sizes, counters(device), device=device)
 
     return narrowed(both, (num, ffn), torch.float8_e4m3fn, factor=factor, launch=launch)
-
-
-def _of_bytes(matrix: Tensor, rows: int) -> TensorMap:
-    """Of blocks with 128 bytes a row. A copy moves bits, so two bytes do for one number of 16."""
-    return TensorMap(matrix.view(torch.bfloat16), rows, _LINE // 2)
 
 
 @cache

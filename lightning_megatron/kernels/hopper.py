@@ -24,10 +24,11 @@ from lightning_megatron.kernels import stream_of
 SHARED_MEMORY = 232_448
 """Bytes of shared memory that one program may have."""
 _MAX_DYNAMIC_SHARED_MEMORY, _PROMOTION_128 = 8, 2
-_DTYPES = {torch.bfloat16: 9, torch.float32: 7, torch.uint8: 0}
+_DTYPES = {torch.bfloat16: 9, torch.float32: 7}
 _SWIZZLE = 3  # of rows of 128 bytes
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _SOURCES = Path(__file__).parent / "cuda"
+_SHARED = ("primitives.cuh", "tiles.cuh", "rotation.cuh", "narrow.cuh")
 _OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17", b"-default-device")
 
 
@@ -43,7 +44,7 @@ def digest(name: str) -> str:
 
 
 def _text(name: str) -> bytes:
-    return b"".join((_SOURCES / file).read_bytes() for file in ("primitives.cuh", "tiles.cuh", name))
+    return b"".join((_SOURCES / file).read_bytes() for file in (*_SHARED, name))
 
 
 class TensorMap:
@@ -69,6 +70,11 @@ class TensorMap:
             *(0, _SWIZZLE, _PROMOTION_128, 0),
         )
         _check(status, "cuTensorMapEncodeTiled")
+
+
+def map_of_bytes(matrix: Tensor, rows: int) -> TensorMap:
+    """Of blocks of 128 bytes a row, of a matrix of bytes. A copy moves bits, so two bytes do for one number of 16."""
+    return TensorMap(matrix.view(torch.bfloat16), rows, 64)
 
 
 class Kernel:

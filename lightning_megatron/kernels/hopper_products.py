@@ -43,6 +43,11 @@ def fits_weight(grad: Tensor, x: Tensor, total: Tensor) -> bool:
 
 def fits_rotated(rows: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor], heads: tuple[int, int]) -> bool:
     """Whether ``rotated_forward`` takes these: ``[M, K], [N, K]`` and tables of positions; ``heads`` of queries and of keys."""
+    return can_turn(weight, tables, heads, num=rows.shape[0]) and fits(rows, weight, weight.shape[0])
+
+
+def can_turn(weight: Tensor, tables: tuple[Tensor, Tensor], heads: tuple[int, int], *, num: int) -> bool:
+    """Whether kernels can rotate ``num`` rows of what is multiplied by a weight ``[N, K]`` of so many heads by these tables."""
     size = tables[0].shape[-1]
     are_tables = all(
         t.dtype == torch.float32
@@ -50,11 +55,11 @@ def fits_rotated(rows: Tensor, weight: Tensor, tables: tuple[Tensor, Tensor], he
         and t.data_ptr() % _ALIGNMENT == 0
         and t.numel() == t.shape[0] * size
         and t.shape[0] > 0
-        and rows.shape[0] % t.shape[0] == 0
+        and num % t.shape[0] == 0
         for t in tables
     )
-    is_whole = weight.shape[0] == (heads[0] + 2 * heads[1]) * size and sum(heads) * size % _COLUMNS == 0
-    return are_tables and is_whole and size in _HEAD_SIZES and fits(rows, weight, weight.shape[0])
+    is_whole = weight.shape[0] == (heads[0] + 2 * heads[1]) * size and not (sum(heads) * size % _COLUMNS)
+    return are_tables and is_whole and size in _HEAD_SIZES and weight.shape[0] % _COLUMNS == 0
 
 
 def _are_usable(*factors: Tensor) -> bool:

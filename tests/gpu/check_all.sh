@@ -36,7 +36,7 @@ for group in $wanted; do
         alone head_loss tests/gpu/head_loss.py
         alone products tests/gpu/products.py
         alone hopper_products tests/gpu/hopper_products.py
-        alone gated_narrow tests/gpu/gated_narrow.py
+        alone narrow_products tests/gpu/narrow_products.py
         alone te_operations tests/gpu/te_backend.py operations
         alone te_reference tests/gpu/te_backend.py reference
         alone fp8_attention tests/gpu/fp8_attention.py

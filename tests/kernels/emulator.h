@@ -46,11 +46,12 @@ struct Bar {  // an mbarrier
     long tx;
     u32 phase;
 };
-struct Op {  // one product of 64 x 256 x 16, of one thread
+struct Op {  // one product of 64 x 256 x 16, or 32 in 8 bits, of one thread
     int add;
     u64 a, b;
     bool ta, tb;
     float* d;
+    bool narrow = false;
 };
 struct Cta {  // a program
     std::vector<unsigned char> smem;

@@ -177,26 +177,32 @@ void land(Copy m) {
     if (m.kind == 0) told(bar(c, m.b), (long)p.box_rows * 128);
     else m.by->unread--;
 }
-float element(Cta& c, u64 desc, bool turned, int mn, int k) {
+float of_e4m3(unsigned char x) {
+    int exponent = x >> 3 & 15, digits = x & 7;
+    float size = exponent ? ldexpf(8 + digits, exponent - 10) : ldexpf(digits, -9);
+    return x & 128 ? -size : size;
+}
+float element(Cta& c, u64 desc, bool turned, int mn, int k, bool narrow) {
     u32 start = (desc & 0x3FFF) << 4, lbo = (desc >> 16 & 0x3FFF) * 16, sbo = (desc >> 32 & 0x3FFF) * 16;
     if (desc >> 62 != 1) wrong("descriptor");
-    u32 at =
-        turned ? start + mn / 64 * lbo + k / 8 * sbo + k % 8 * 128 + mn % 64 * 2 : start + mn / 8 * sbo + mn % 8 * 128 + k * 2;
+    u32 at = turned ? start + mn / 64 * lbo + k / 8 * sbo + k % 8 * 128 + mn % 64 * 2
+                    : start + mn / 8 * sbo + mn % 8 * 128 + k * (narrow ? 1 : 2);
     at = swizzled(at);
     if (at + 2 > (u32)SMEM) wrong("operand");
+    if (narrow) return of_e4m3(c.smem[at]);
     return __uint_as_float((u32) * (u16*)&c.smem[at] << 16);
 }
 void execute(const Op& o) {
-    int lane = now->thread % 32, first = now->thread % 128 / 32 * 16 + lane / 4;
-    float a[2][16];
+    int lane = now->thread % 32, first = now->thread % 128 / 32 * 16 + lane / 4, inner = o.narrow ? 32 : 16;
+    float a[2][32];
     for (int h = 0; h < 2; h++)
-        for (int k = 0; k < 16; k++) a[h][k] = element(here(), o.a, o.ta, first + 8 * h, k);
+        for (int k = 0; k < inner; k++) a[h][k] = element(here(), o.a, o.ta, first + 8 * h, k, o.narrow);
     for (int j = 0; j < 32; j++)
         for (int e = 0; e < 2; e++) {
             float sum[2] = {};
             int n = 8 * j + 2 * (lane % 4) + e;
-            for (int k = 0; k < 16; k++) {
-                float b = element(here(), o.b, o.tb, n, k);
+            for (int k = 0; k < inner; k++) {
+                float b = element(here(), o.b, o.tb, n, k, o.narrow);
                 sum[0] += a[0][k] * b;
                 sum[1] += a[1][k] * b;
             }
@@ -210,6 +216,7 @@ template <int TURNED, int TURNED_A = 0>
 void multiply(float (&d)[128], u64 a, u64 b, int add) {
     now->open.push_back({add, a, b, (bool)TURNED_A, (bool)TURNED, d});
 }
+void multiply_narrow(float (&d)[128], u64 a, u64 b, int add) { now->open.push_back({add, a, b, false, false, d, true}); }
 void multiplies_begin() {
     Cta& c = here();
     int g = now->thread / 128;

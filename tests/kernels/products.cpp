@@ -1,7 +1,10 @@
 // Runs kernels/cuda/products.cu by instructions.h and compares with sums of its own; an argument says how many schedules are tried.
 #include "instructions.h"
 #include "tiles.cuh"
+#include "rotation.cuh"
+#include "narrow.cuh"
 #include "products.cu"
+#include "rotated_narrow.cu"
 
 typedef std::vector<u16> Half;
 std::normal_distribution<float> normal;
@@ -99,10 +102,18 @@ void weight(int M, int N, int K, int c, int group) {
         }
     said("weight_gradient", M, N, K, c);
 }
-void rotating(int M, int heads, int kv, int size, int batch, int K, int c, int group) {
+// Bytes that are numbers of magnitude 1, in e4m3.
+unsigned char* bytes(Half& h, long n) {
+    unsigned char* p = (unsigned char*)aligned(h, n / 2, 1);
+    for (long i = 0; i < n; i++) p[i] = rng() % 64 + (rng() % 2 ? 128 : 0);
+    return p;
+}
+void rotating(int M, int heads, int kv, int size, int batch, int K, int c, int group, bool narrow = false) {
     int N = (heads + 2 * kv) * size, turned = (heads + kv) * size;
     Half a, b, e;
     u16 *x = aligned(a, (long)M * K, 1), *w = aligned(b, (long)N * K, 0.1), *out = aligned(e, (long)M * N, 1, true);
+    unsigned char *xb = narrow ? bytes(a, (long)M * K) : nullptr, *wb = narrow ? bytes(b, (long)N * K) : nullptr;
+    float inverses[2] = {0.5f, 0.125f};  // of the factors
     std::vector<float> cs_raw(M / batch * size + 8), sn_raw(M / batch * size + 8);
     float *cs = (float*)(((u64)cs_raw.data() + 15) & ~15ull), *sn = (float*)(((u64)sn_raw.data() + 15) & ~15ull);
     for (int p = 0; p < M / batch; p++)
@@ -112,14 +123,22 @@ void rotating(int M, int heads, int kv, int size, int batch, int K, int c, int g
             sn[p * size + k] = sn[p * size + size / 2 + k] = sinf(t);
         }
     Map mx = map(x, M, K, 128, 64), mw = map(w, N, K, 128, 64), mo = map(out, M, N, 64, 64);
+    if (narrow) mx = map((u16*)xb, M, K / 2, 128, 64), mw = map((u16*)wb, N, K / 2, 128, 64);
     kernel = [&] { (size == 64 ? rotated_64 : rotated_128)(mx, mw, mo, cs, sn, turned, batch, M, N, K, group, counters); };
+    if (narrow)
+        kernel = [&] {
+            (size == 64 ? rotated_narrow_64 : rotated_narrow_128)(mx, mw, mo, inverses, inverses + 1, cs, sn, turned, batch, M,
+                                                                  N, K, group, counters);
+        };
     run(c);
     none_left();
     std::vector<double> row(N);
     for (int r = 0; r < M; r++) {
         for (int n = 0; n < N; n++) {
             double q = 0;
-            for (int k = 0; k < K; k++) q += f(x[(long)r * K + k]) * f(w[(long)n * K + k]);
+            for (int k = 0; k < K; k++)
+                q += narrow ? of_e4m3(xb[(long)r * K + k]) * of_e4m3(wb[(long)n * K + k]) / 16
+                            : f(x[(long)r * K + k]) * f(w[(long)n * K + k]);
             row[n] = q;
         }
         for (int n = 0; n < N; n++) {
@@ -129,7 +148,7 @@ void rotating(int M, int heads, int kv, int size, int batch, int K, int c, int g
             close_to(f(out[(long)r * N + n]), want, 1.0);
         }
     }
-    said("rotated", M, N, K, c);
+    said(narrow ? "rotated_narrow" : "rotated", M, N, K, c);
 }
 int main(int argc, char** argv) {
     for (int seed = 0; seed < (argc > 1 ? atoi(argv[1]) : 1); seed++) {
@@ -142,5 +161,7 @@ int main(int argc, char** argv) {
         gated(512, 256, 320, 3, 2);
         rotating(256, 2, 2, 128, 1, 64, 1, 8);
         rotating(512, 4, 4, 64, 2, 128, 2, 8);
+        rotating(256, 2, 2, 128, 1, 256, 2, 4, true);
+        rotating(256, 4, 4, 64, 2, 128, 1, 8, true);
     }
 }

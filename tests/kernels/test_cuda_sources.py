@@ -21,4 +21,4 @@ def test_products_are_right_and_end_in_whatever_order_warps_and_copies_come(tmp_
     subprocess.run(build, check=True, timeout=100)
     done = subprocess.run([str(program), "3"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("passed") == 3 * 10
+    assert done.stdout.count("passed") == 3 * 12

@@ -1,58 +1,6 @@
 // The forward product of a gated feed-forward block in 8 bits, e4m3 by one factor a matrix, with SwiGLU in it, rounded to e4m3 in
 // both forms that products want. What two separate passes would round is rounded here, so results are theirs.
 
-// As ``multiply``, of numbers of 8 bits, K last in both.
-__device__ __forceinline__ void multiply_narrow(float (&d)[128], u64 a, u64 b, int add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
-        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
-        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-        "}, %128, %129, p, 1, 1;\n}"
-        : D64(0), D64(64)
-        : "l"(a), "l"(b), "r"(add));
-}
-
-// As ``product``: a stage holds 128 numbers of a row, of which one instruction takes 32, which are 32 bytes as 16 wider ones are.
-// Sums stay in the tensor cores, which keep fewer bits than fp32: what others call fast accumulation.
-__device__ __forceinline__ void product_narrow(float (&d)[128], u32 a, u32 b, u32 full, u32 empty, Turn& turn, int steps,
-                                               bool signals, u32 signal_to) {
-    int before = 0;
-    for (int step = 0; step < steps; step++) {
-        barrier_wait(full + 8 * turn.stage, turn.phase);
-        u64 at_a = described(a + turn.stage * A_BYTES, SWIZZLED | (1ull << 16));
-        u64 at_b = described(b + turn.stage * B_BYTES, SWIZZLED | (1ull << 16));
-        multiplies_begin();
-#pragma unroll
-        for (int k = 0; k < LINE / 32; k++) multiply_narrow(d, at_a + 2 * k, at_b + 2 * k, step > 0 || k > 0);
-        multiplies_commit();
-        multiplies_wait<1>();
-        if (step > 0 && signals) barrier_arrive_at(empty + 8 * before, signal_to);
-        before = turn.stage;
-        turn.next<STAGES>();
-    }
-    multiplies_wait<0>();
-    if (signals) barrier_arrive_at(empty + 8 * before, signal_to);
-}
-
-// As ``hand_over``, times a factor.
-__device__ __forceinline__ void hand_over_times(float (&d)[128], float factor, u32 pieces, int thread, u32 taken, u32 parity,
-                                                u32 given) {
-    barrier_wait(taken, parity);
-#pragma unroll
-    for (int c = 0; c < 32; c += 2) {
-        int i = 4 * c;
-        put(matrix_row(pieces + c / 8 * PIECE, thread, c % 8), rounded(d[i] * factor, d[i + 1] * factor),
-            rounded(d[i + 2] * factor, d[i + 3] * factor), rounded(d[i + 4] * factor, d[i + 5] * factor),
-            rounded(d[i + 6] * factor, d[i + 7] * factor));
-    }
-    fence_async();
-    __syncwarp();
-    if ((thread & 31) == 0) barrier_arrive(given);
-}
-
 // By the instructions that Triton makes of ``tl.sigmoid``: what is rounded to few bits must be the same bits before. Flushing the
 // smallest exponentials changes nothing, as 1 is added.
 __device__ __forceinline__ float sigmoid_as_triton(float x) {
@@ -136,54 +84,38 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     extern __shared__ __align__(1024) char memory[];
     Memory m = laid_out(memory);
     u32 rank = cluster_rank();
-    int rows = M / (2 * ROWS), columns = F / 128, steps = K / LINE, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    if (warp < 8) {
-        more_registers<200>();
-        int thread = threadIdx.x & 127, who = threadIdx.x >> 7;
-        float factor = *x_inverse * *w_inverse;
-        Turn turn;
-        u32 parity = 1;
-        float d[128];
+    int rows = M / (2 * ROWS), columns = F / 128;
+    auto finish = [&](int warp, int lane) {
+        float factor = *scale, largest = 0.0f;
+        bool sends = warp == 0 && lane == 0;
+        if (guesses && sends && blockIdx.x == 0) inverse[1] = factor;
+        u32 parity = 0;
         for (Tiles t(m); t.tile < rows * columns; t.next(), parity ^= 1) {
-            product_narrow(d, m.a + who * (A_BYTES / 2), m.b, m.full, m.empty, turn, steps, thread < 2, thread & 1);
-            hand_over_times(d, factor, m.pieces + who * 4 * PIECE, thread, m.taken + 8 * who, parity, m.given + 8 * who);
-        }
-    } else {
-        fewer_registers<104>();
-        if (warp == 8) load_tiles<0, 0, true>(&x, &w, m, rows, columns, group, steps, 128, F, counters);
-        else {
-            float factor = *scale, largest = 0.0f;
-            bool sends = warp == 9 && lane == 0;
-            if (guesses && sends && blockIdx.x == 0) inverse[1] = factor;
-            u32 parity = 0;
-            for (Tiles t(m); t.tile < rows * columns; t.next(), parity ^= 1) {
-                int i, j;
-                place(t.tile, rows, columns, group, i, j);
-                for (int of = 0; of < 2; of++) {
-                    int y = (2 * i + rank) * ROWS + of * 64, column = j * 128;
-                    u32 pieces = m.pieces + of * 4 * PIECE;
-                    barrier_wait(m.given + 8 * of, parity);
-                    if (sends) {
-                        send(&both, column, y, pieces, FIRST_OUT);
-                        send(&both, column + 64, y, pieces + PIECE, FIRST_OUT);
-                        send(&both, F + column, y, pieces + 2 * PIECE, FIRST_OUT);
-                        send(&both, F + column + 64, y, pieces + 3 * PIECE, FIRST_OUT);
-                    }
-                    __syncwarp();
-                    unsigned char *to_rows = act_rows + (long long)y * F + column,
-                                  *to_columns = act_columns + (long long)column * M + y;
-                    for (int block = warp - 9; block < 8; block += 3)
-                        activate_block(pieces, block, lane, factor, largest, to_rows, to_columns, M, F);
-                    if (sends) sent<0>();
-                    __syncwarp();
-                    if (lane == 0) barrier_arrive(m.taken + 8 * of);
+            int i, j;
+            place(t.tile, rows, columns, group, i, j);
+            for (int of = 0; of < 2; of++) {
+                int y = (2 * i + rank) * ROWS + of * 64, column = j * 128;
+                u32 pieces = m.pieces + of * 4 * PIECE;
+                barrier_wait(m.given + 8 * of, parity);
+                if (sends) {
+                    send(&both, column, y, pieces, FIRST_OUT);
+                    send(&both, column + 64, y, pieces + PIECE, FIRST_OUT);
+                    send(&both, F + column, y, pieces + 2 * PIECE, FIRST_OUT);
+                    send(&both, F + column + 64, y, pieces + 3 * PIECE, FIRST_OUT);
                 }
+                __syncwarp();
+                unsigned char *to_rows = act_rows + (long long)y * F + column,
+                              *to_columns = act_columns + (long long)column * M + y;
+                for (int block = warp; block < 8; block += 3)
+                    activate_block(pieces, block, lane, factor, largest, to_rows, to_columns, M, F);
+                if (sends) sent<0>();
+                __syncwarp();
+                if (lane == 0) barrier_arrive(m.taken + 8 * of);
             }
-            u32 most = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(largest));  // not negative, so ordered as their bits are
-            if (lane == 0) atomicMax(amax, (int)most);
-            if (sends) written();
         }
-    }
-    __syncwarp();
-    cluster_sync();
+        u32 most = __reduce_max_sync(0xFFFFFFFFu, __float_as_uint(largest));  // not negative, so ordered as their bits are
+        if (lane == 0) atomicMax(amax, (int)most);
+        if (sends) written();
+    };
+    run_narrow_tiles<true>(&x, &w, m, *x_inverse * *w_inverse, rows, columns, group, K / LINE, 128, F, counters, finish);
 }

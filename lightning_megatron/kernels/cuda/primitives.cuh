@@ -99,6 +99,19 @@ __device__ __forceinline__ void multiply(float (&d)[128], u64 a, u64 b, int add)
         : D64(0), D64(64)
         : "l"(a), "l"(b), "r"(add), "n"(TURNED), "n"(TURNED_A));
 }
+// As ``multiply``, of numbers of 8 bits, K last in both.
+__device__ __forceinline__ void multiply_narrow(float (&d)[128], u64 a, u64 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
+        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
+        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+        "}, %128, %129, p, 1, 1;\n}"
+        : D64(0), D64(64)
+        : "l"(a), "l"(b), "r"(add));
+}
 __device__ __forceinline__ void multiplies_begin() { asm volatile("wgmma.fence.sync.aligned;" : : : "memory"); }
 __device__ __forceinline__ void multiplies_commit() { asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory"); }
 template <int N>

@@ -108,6 +108,19 @@ class Handoff:
         return narrow
 
 
+@dataclass
+class Turning:
+    """A rotation that a product may do.
+
+    Args:
+        rotation: the rotation.
+        is_done: whether it has been done.
+    """
+
+    rotation: Rotation
+    is_done: bool = False
+
+
 @dataclass(frozen=True)
 class Job:
     """What a linear layer's function needs besides tensors.
@@ -126,6 +139,7 @@ class Job:
         given: where the input may be, instead of in the argument; of a row layer with an activation, the activated.
         activated: where a lone rank's column layer may put the SwiGLU of its result.
         handoff: between a row layer and the column layer before it: the gradient of what lies between.
+        turning: how a lone rank's column layer may rotate its result.
     """
 
     operations: Operations
@@ -142,6 +156,7 @@ class Job:
     given: Handoff | None = field(default=None, compare=False)
     activated: Handoff | None = field(default=None, compare=False)
     handoff: Handoff | None = field(default=None, compare=False)
+    turning: Turning | None = field(default=None, compare=False)
 
     def weight(self, weight: Tensor) -> Narrow:
         """The weight as it is multiplied."""
@@ -166,10 +181,10 @@ class AddNarrowNorm(_AddNorm):
 
 @dataclass(frozen=True)
 class RotatedCall:
-    """What ``RotateNarrow`` needs besides tensors; ``handoff``: to the linear before it."""
+    """What ``RotateNarrow`` needs besides tensors; ``handoff``: to the linear before it, which may have rotated already."""
 
     operations: Operations
-    rotation: Rotation
+    turning: Turning
     handoff: Handoff
 
 
@@ -180,14 +195,15 @@ class RotateNarrow(RotateFused):
     def forward(ctx: Any, fused: Tensor, call: RotatedCall) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         """Inputs: ``[S, B, (h + 2g) * d]``."""
         ctx.call, ctx.shape = call, fused.shape
-        return call.rotation.turned(fused)
+        rotation = call.turning.rotation
+        return rotation.split(fused) if call.turning.is_done else rotation.turned(fused)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor | None, ...]:
         """Returns a stand-in, which reads as NaN."""
         call: RotatedCall = ctx.call
-        narrow = call.operations.turned_back_quantized((of_q, of_k, of_v), call.rotation, call.handoff.slot)
+        narrow = call.operations.turned_back_quantized((of_q, of_k, of_v), call.turning.rotation, call.handoff.slot)
         call.handoff.narrow = narrow
         return stand_in(of_q, ctx.shape), None
 
@@ -204,12 +220,14 @@ class ColumnLinear(torch.autograd.Function):
         narrow = None if job.given is None else job.given.take()
 
         def multiply(matrix: Narrow, out: Tensor | None) -> Tensor:
-            after = job.activated
-            made = None if after is None else ops.product_gated(factor, matrix, x, after.slot, record=job.record)
-            if after is None or made is None:
-                return ops.product(factor, matrix, bias, x, out=out)
-            result, after.narrow = made
-            return result
+            after, turning = job.activated, job.turning
+            if after is not None and (made := ops.product_gated(factor, matrix, x, after.slot, record=job.record)) is not None:
+                result, after.narrow = made
+                return result
+            if turning is not None and (turned := ops.product_rotated(factor, matrix, x, turning.rotation)) is not None:
+                turning.is_done = True
+                return turned
+            return ops.product(factor, matrix, bias, x, out=out)
 
         if narrow is None:
             rows = _rows(x)

@@ -25,6 +25,7 @@ from lightning_megatron.layers.te_backend.functions import (
     RotatedCall,
     RotateNarrow,
     RowLinear,
+    Turning,
     WeightCache,
 )
 from lightning_megatron.layers.te_backend.operations import Heads, Operations, Rotation
@@ -91,13 +92,20 @@ class FusedColumnLinear(ColumnParallelLinear):
         self.scales = scales
         _check_aligned(self.weight, scales, "a weight")
 
-    def forward(self, x: Tensor, handoff: Handoff | None = None, *, activated: Handoff | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        handoff: Handoff | None = None,
+        *,
+        activated: Handoff | None = None,
+        turning: Turning | None = None,
+    ) -> Tensor:
         """``[S/tp, B, in] -> [S, B, out/tp]`` under sequence parallelism, else ``[S, B, in] -> [S, B, out/tp]``.
 
-        ``activated``: where a lone rank may put the SwiGLU of the result.
+        ``activated``: where a lone rank may put the SwiGLU of the result; ``turning``: how it may rotate the result.
         """
         epoch, record = _begin(self.scales, x), torch.is_grad_enabled()
-        job = replace(self.job, epoch=epoch, record=record, handoff=handoff, activated=activated)
+        job = replace(self.job, epoch=epoch, record=record, handoff=handoff, activated=activated, turning=turning)
         if handoff is not None:
             handoff.slot = job.grad_slot
         padded = _padded(x, self.scales, job)
@@ -113,9 +121,10 @@ class FusedColumnLinear(ColumnParallelLinear):
         hands_over = self.scales is not None and self.bias is None and torch.is_grad_enabled()
         if not hands_over or self.scales is None or not is_aligned(x, self.scales, ranks=ranks):
             return rotate_fused(self(x), heads, head_dim=tables.cos.shape[-1], tables=tables)
-        handoff = Handoff()
-        call = RotatedCall(self.job.operations, Rotation(heads, tables), handoff)
-        rotated: Heads = RotateNarrow.apply(self(x, handoff), call)  # type: ignore[no-untyped-call]
+        handoff, turning = Handoff(), Turning(Rotation(heads, tables))
+        call = RotatedCall(self.job.operations, turning, handoff)
+        may_turn = type(self) is FusedColumnLinear and self.mesh.tp.size == 1 and is_bare(self)
+        rotated: Heads = RotateNarrow.apply(self(x, handoff, **({"turning": turning} if may_turn else {})), call)  # type: ignore[no-untyped-call]
         return rotated
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_megatron.kernels.rotation import rotate_together, split_heads
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.rope import RopeTables, rotate_back, rotate_fused
 from lightning_megatron.layers.te_backend.scales import AttentionSlots, Slot
@@ -41,6 +42,15 @@ class Rotation:
     def turned(self, fused: Tensor) -> Heads:
         """Rotated ``[S, B, h, d], [S, B, g, d] x 2``."""
         return rotate_fused(fused, self.heads, head_dim=self.head_dim, tables=self.tables)
+
+    def turned_whole(self, fused: Tensor) -> Tensor:
+        """The same as one tensor, ``[S, B, (h + 2g) * d]``."""
+        parts = split_heads(fused, self.heads, self.head_dim)
+        return rotate_together(*parts, cos=self.tables.cos, sin=self.tables.sin, inverse=False)
+
+    def split(self, fused: Tensor) -> Heads:
+        """What is rotated already, ``[S, B, (h + 2g) * d]``, as its parts."""
+        return split_heads(fused, self.heads, self.head_dim)
 
     def turned_back(self, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> Tensor:
         """The gradient of what was rotated, of those of the parts."""
@@ -130,6 +140,13 @@ class Operations(Protocol):
         """``x weight^T`` and its SwiGLU, quantized: ``[N, in], [2n, in] -> [N, 2n], [N, n]``.
 
         ``None`` if it is not to be had at once: ``product`` and ``activate_quantized`` make the same, one after the other.
+        """
+        ...
+
+    def product_rotated(self, weight: Narrow, x: Narrow, like: Tensor, rotation: Rotation) -> Tensor | None:
+        """``x weight^T``, rotated: ``[S * B, in], [(h + 2g) * d, in] -> [S * B, (h + 2g) * d]``, for ``like`` ``[S, B, in]``.
+
+        ``None`` if it is not to be had at once.
         """
         ...
 

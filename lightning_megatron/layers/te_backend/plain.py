@@ -171,6 +171,12 @@ class PlainOperations:
         both = self.product(weight, x, None, like)
         return both, self.activate_quantized(both, "swiglu", slot, record=record)
 
+    def product_rotated(self, weight: Tensor | Rounded, x: Tensor | Rounded, like: Tensor, rotation: Rotation) -> Tensor | None:
+        """See ``Operations``."""
+        if self._options is None:
+            return None
+        return rotation.turned_whole(self.product(weight, x, None, like).view(*like.shape[:-1], -1)).flatten(0, 1)
+
     def adds_to(self, added: Tensor, weight: Tensor) -> bool:
         """See ``Operations``. Where the products of 16 bits do, so that tests can have both."""
         return current_products().adds_to(added, weight)

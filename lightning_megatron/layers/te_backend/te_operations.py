@@ -29,9 +29,10 @@ from lightning_megatron.layers.te_backend.options import Fp8Options
 from lightning_megatron.layers.te_backend.scales import AttentionSlots, Slot
 from lightning_megatron.layers.te_backend.te_attention import HEAD_DIM, MULTIPLE, TeAttention
 from lightning_megatron.layers.te_backend.te_gated import faster
+from lightning_megatron.layers.te_backend.te_products import TeProducts, kernel
 
 
-class TeOperations:
+class TeOperations(TeProducts):
     """See ``Operations``. Needs a GPU and the library.
 
     Args:
@@ -205,7 +206,7 @@ class TeOperations:
         if kernels is None or slot is None:
             return None
         narrow, (summed, _, scales) = self._made(
-            slot, partial(_kernel("norm_narrow").add_rms_norm_narrow, hidden, added, gain, eps=eps), record
+            slot, partial(kernel("norm_narrow").add_rms_norm_narrow, hidden, added, gain, eps=eps), record
         )
         return summed, narrow, scales
 
@@ -213,7 +214,7 @@ class TeOperations:
         """See ``Operations``."""
         kernels = self._fused(slot, x, x.shape[0], x.shape[1] // 2) if kind == "swiglu" else None
         if kernels is not None and slot is not None:
-            return self._made(slot, partial(_kernel("swiglu_narrow").swiglu_narrow, x), record)[0]
+            return self._made(slot, partial(kernel("swiglu_narrow").swiglu_narrow, x), record)[0]
         activated = getattr(self._tex, kind)(x, None)
         return self.quantize(activated, slot, record=record)
 
@@ -226,36 +227,17 @@ class TeOperations:
         """See ``Operations``."""
         kernels = self._fused(slot, x, *grad.shape) if kind == "swiglu" else None
         if kernels is not None and slot is not None:
-            return self._made(slot, partial(_kernel("swiglu_narrow").swiglu_backward_narrow, grad, x), True)[0]
+            return self._made(slot, partial(kernel("swiglu_narrow").swiglu_backward_narrow, grad, x), True)[0]
         return self.quantize(self.activate_backward(grad, x, kind), slot, record=True)
 
     def turned_back_quantized(self, parts: Heads, rotation: Rotation, slot: Slot | None) -> Narrow:
         """See ``Operations``."""
         tables = rotation.tables
         if self._kernels is not None and slot is not None:
-            kernels = _kernel("unrotate_narrow")
+            kernels = kernel("unrotate_narrow")
             if kernels.fits(*parts, tables.cos) and kernels.is_right(self._device):
                 return self._made(slot, partial(kernels.unrotate_narrow, *parts, cos=tables.cos, sin=tables.sin), True)[0]
         return self.quantize(rotation.turned_back(*parts).flatten(0, 1), slot, record=True)
-
-    # Products. The library's dims are cuBLAS's: the first operand is the one whose dim comes to be the last of the result.
-
-    def product(
-        self,
-        weight: Narrow,
-        x: Narrow,
-        bias: Tensor | None,
-        like: Tensor,
-        *,
-        added: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See ``Operations``."""
-        addable = added is None or (added.dtype == like.dtype and TunedProducts.is_addable(added))
-        if bias is None and addable and self._are_narrow(weight, x) and self._is_tuned(weight._data, x._data):
-            return self._multiply((x, x._data), (weight, weight._data), dtype=like.dtype, out=out, added=added, fast=True)
-        result: Tensor = self._gemm(weight, x, out_dtype=like.dtype, bias=bias, out=out)[0]
-        return result if added is None else added + result
 
     def product_gated(
         self, weight: Narrow, x: Narrow, like: Tensor, slot: Slot | None, *, record: bool
@@ -263,7 +245,7 @@ class TeOperations:
         """See ``Operations``. By one kernel where that is faster; it keeps sums as ``product`` does."""
         if slot is None or not (self._are_narrow(weight, x) and self._is_tuned(weight._data, x._data)):
             return None
-        (num, size), ffn, kernels, products = x._data.shape, len(weight._data) // 2, _kernel("gated_narrow"), current_products()
+        (num, size), ffn, kernels, products = x._data.shape, len(weight._data) // 2, kernel("gated_narrow"), current_products()
         if self._fused(slot, like, num, ffn) is None or not kernels.fits(x._data, weight._data, ffn):
             return None
 
@@ -280,75 +262,6 @@ class TeOperations:
         name, sizes = f"gated narrow forward {kernels.version()}", (num, size, 2 * ffn)
         activate = partial(self.activate_quantized, kind="swiglu", slot=slot, record=False)
         return faster((apart, together), products, name=name, sizes=sizes, activate=activate)
-
-    def adds_to(self, added: Tensor, weight: Tensor) -> bool:
-        """See ``Operations``. In 8 bits with one factor a tensor; other products are Transformer Engine's."""
-        tuned = isinstance(current_products(), TunedProducts) and TunedProducts.is_addable(added)
-        return tuned and self._options is not None and self._options.is_per_tensor and added.dtype == weight.dtype
-
-    def input_gradient(self, weight: Narrow, grad: Narrow, like: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """See ``Operations``."""
-        if self._are_narrow(weight, grad) and self._is_tuned(weight._transpose, grad._data):
-            return self._multiply(
-                (grad, grad._data), (weight, weight._transpose), dtype=like.dtype, out=out, fast=self._is_fast
-            )
-        options: dict[str, Any] = {"grad": True, "use_split_accumulator": not self._is_fast, "out": out}
-        gemm = self._gemm(weight, grad, out_dtype=like.dtype, layout="NN", **options)
-        result: Tensor = gemm[0]
-        return result
-
-    def weight_gradient(self, x: Narrow, grad: Narrow, like: Tensor) -> Tensor:
-        """See ``Operations``."""
-        options = {"grad": True, "use_split_accumulator": not self._is_fast}
-        gemm = self._gemm(x, grad, out_dtype=like.dtype, layout="NT", **options)
-        result: Tensor = gemm[0]
-        return result
-
-    def add_weight_gradient(self, x: Narrow, grad: Narrow, total: Tensor, *, add: bool = True) -> None:
-        """See ``Operations``."""
-        if self._are_narrow(x, grad) and self._is_tuned(x._transpose, grad._transpose) and total.is_contiguous():
-            self._multiply((grad, grad._transpose), (x, x._transpose), out=total, accumulate=add, fast=self._is_fast)
-            return
-        options: dict[str, Any] = {"out_dtype": total.dtype, "out": total, "accumulate": add, "grad": True}
-        self._gemm(x, grad, layout="NT", use_split_accumulator=not self._is_fast, **options)
-
-    def _are_narrow(self, *operands: Narrow) -> bool:
-        return all(isinstance(operand, self._storage.Float8TensorStorage) for operand in operands)
-
-    @staticmethod
-    def _is_tuned(*given: Tensor | None) -> bool:
-        """Whether products of these bytes, K last in both, are multiplied by what was found to be fastest."""
-        return isinstance(current_products(), TunedProducts) and all(
-            matrix is not None and matrix.dim() == 2 and matrix.is_contiguous() for matrix in given
-        )
-
-    def _multiply(
-        self,
-        a: tuple[Narrow, Tensor],
-        b: tuple[Narrow, Tensor],
-        *,
-        dtype: torch.dtype | None = None,
-        out: Tensor | None = None,
-        accumulate: bool = False,
-        added: Tensor | None = None,
-        fast: bool = False,
-    ) -> Tensor:
-        """``a b^T``, or ``added`` to it, of two matrices in 8 bits, each with its bytes: ``[M, K], [N, K] -> [M, N]``."""
-        (left, rows), (right, columns) = a, b
-        out = rows.new_empty((rows.shape[0], columns.shape[0]), dtype=dtype) if out is None else out
-        products = current_products()
-        assert isinstance(products, TunedProducts)
-        products.multiply(
-            rows.view(self._formats[left._fp8_dtype]),
-            columns.view(self._formats[right._fp8_dtype]),
-            out,
-            transpose_b=True,
-            accumulate=accumulate,
-            added=added,
-            scales=(left._scale_inv, right._scale_inv),
-            fast=fast,
-        )
-        return out
 
     # Attention
 
@@ -382,13 +295,9 @@ class TeOperations:
         return result
 
 
-def _kernel(name: str) -> Any:
-    return import_module(f"lightning_megatron.kernels.{name}")
-
-
 def _checked_kernels(device: torch.device) -> Any:
-    if _kernel("narrow_check").are_right(device):
-        return _kernel("narrow")
+    if kernel("narrow_check").are_right(device):
+        return kernel("narrow")
     warnings.warn(
         "Triton compiles this project's 8-bit kernels wrongly on this machine; Transformer Engine's take their place, at the "
         "cost of more passes over memory.",

@@ -1,9 +1,10 @@
-"""The forward product of a gated block in 8 bits with SwiGLU in it, on Hopper; a line a case.
+"""Products in 8 bits with SwiGLU or a rotation in them, on Hopper; a line a case.
 
-Gate and up against fp32 and cuBLASLt's product, the activated against ``swiglu_narrow`` of the same gate and up, byte for byte.
+Gate and up against fp32 and cuBLASLt's product, the activated against ``swiglu_narrow`` of the same gate and up, byte for byte;
+queries, keys and values against cuBLASLt's product rotated by a pass of its own.
 
-python tests/gpu/gated_narrow.py           all
-python tests/gpu/gated_narrow.py kernel    without models
+python tests/gpu/narrow_products.py           all
+python tests/gpu/narrow_products.py kernel    without models
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ from lightning_megatron.initialize import materialize
 from lightning_megatron.kernels.gated_narrow import fits, gated_narrow_forward
 from lightning_megatron.kernels.narrow import Factor, Narrow
 from lightning_megatron.kernels.products import TorchProducts, set_products
+from lightning_megatron.kernels.rotated_narrow import fits as rotated_fits
+from lightning_megatron.kernels.rotated_narrow import rotated_narrow_forward
 from lightning_megatron.kernels.swiglu_narrow import swiglu_narrow
 from lightning_megatron.kernels.tuned_products import TunedProducts
 from lightning_megatron.layers.choice import choose_backend
 from lightning_megatron.layers.recompute import Recompute, recompute
+from lightning_megatron.layers.rope import RopeTables
 from lightning_megatron.layers.te_backend import Fp8Options, scales_of, why_unavailable
+from lightning_megatron.layers.te_backend.operations import Rotation
 from lightning_megatron.mesh import Mesh, use_mesh
 from lightning_megatron.models import GPT, GPTConfig
 
@@ -53,18 +58,18 @@ def relative(one: Tensor, other: Tensor) -> float:
 
 
 class Quick(TunedProducts):
-    """The first proposal of everything, or of ``product_gated`` the way that is given; nothing is timed."""
+    """The first proposal of everything, or of products that do more the way that is given; nothing is timed."""
 
     def __init__(self, way: int = 0) -> None:
         super().__init__(DEVICE)
-        self.way, self.num_ways = way, 0
+        self.way, self.asked = way, list[str]()
 
     def _is_open(self, key: str) -> bool:
         return False
 
     def _way(self, name: str, sizes: tuple[int, ...], ways: Sequence[Callable[[], Any]], **options: Any) -> int:
-        is_narrow = name.startswith("gated narrow forward")
-        self.num_ways += is_narrow
+        is_narrow = "narrow" in name
+        self.asked += [name.split()[0]] * is_narrow
         return self.way if is_narrow else 0
 
 
@@ -160,6 +165,30 @@ def shapes() -> None:
                     same(f"{name} guess {what}", operands, partial(guessed, guess))
 
 
+def rotations() -> None:
+    """Heads of 64 and 128, several samples, sums short and long."""
+    for tokens, batch, hidden, heads, kv, size in (
+        (512, 2, 1024, 8, 2, 128),
+        (512, 1, 128, 4, 4, 128),
+        (8192, 1, 4096, 32, 8, 128),
+        (16384, 4, 2048, 32, 8, 64),
+    ):
+        name, drawn = (
+            f"rotated {tokens} {batch} {hidden} {heads} {kv} {size}",
+            Operands.drawn(tokens, hidden, (heads + 2 * kv) * size // 2),
+        )
+        angles = torch.rand(tokens // batch, 1, 1, size // 2, device=DEVICE) * 6
+        cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
+        given = drawn.x, drawn.x_inv, drawn.weight, drawn.weight_inv, (cos, sin), (heads, kv)
+        claim(f"{name} fits", rotated_fits(drawn.x, drawn.weight, (cos, sin), (heads, kv)))
+        found, again = (rotated_narrow_forward(*given) for _ in range(2))
+        rotation = Rotation((heads, kv), RopeTables(cos, sin))
+        expected = rotation.turned_whole(drawn.product().view(tokens // batch, batch, -1)).view(tokens, -1)
+        error, equal = relative(found, expected), float((found == expected).float().mean())
+        claim(f"{name}: error {error:.1e}, {equal:.6f} of the bits are those of two passes", error < 3e-3)
+        claim(f"{name} twice the same", torch.equal(found, again))
+
+
 def extremes() -> None:
     """Not numbers, the largest numbers, gates far below zero, and nothing but zeros."""
     for what in ("nan", "largest", "zeros"):
@@ -215,8 +244,8 @@ def graphs() -> None:
             claim(f"graph, {which}, run {scale}", right and torch.equal(narrow.scale_inv, expected.scale_inv))
 
 
-def found_by(way: int, recipe: Any, again: str | None) -> tuple[dict[str, Tensor], int]:
-    """Losses and gradients of the second of two steps, and how often a block's product was asked which way to go."""
+def found_by(way: int, recipe: Any, again: str | None) -> tuple[dict[str, Tensor], list[str]]:
+    """Losses and gradients of the second of two steps, and which products were asked which way to go."""
     config = GPTConfig(
         num_layers=2,
         hidden_size=1024,
@@ -248,7 +277,7 @@ def found_by(way: int, recipe: Any, again: str | None) -> tuple[dict[str, Tensor
             scales.advance(lambda numbers: numbers)
     set_products(TorchProducts())
     grads = {name: param.grad.float() for name, param in made.named_parameters() if param.grad is not None}
-    return {"losses": losses.detach().float(), **grads}, products.num_ways
+    return {"losses": losses.detach().float(), **grads}, products.asked
 
 
 def models() -> None:
@@ -258,9 +287,10 @@ def models() -> None:
         apart, _ = found_by(0, recipe, None)
         first = None
         for again in (None, "mlp_act", "mlp", "full"):
-            found, number_asked = found_by(1, recipe, again)
-            forwards = 2 * 2 * (2 if again in ("mlp", "full") else 1)
-            claim(f"{recipe} recompute={again}: asked {number_asked} times", number_asked == forwards)
+            found, asked = found_by(1, recipe, again)
+            counts, full = [asked.count(name) for name in ("gated", "rotated")], again == "full"
+            is_right = counts == [2 * 2 * (2 if full or again == "mlp" else 1), 2 * 2 * (2 if full else 1)]
+            claim(f"{recipe} recompute={again}: asked {counts} times", is_right)
             ratios = {
                 name: relative(t, expected[name]) / (relative(apart[name], expected[name]) + 1e-5) for name, t in found.items()
             }
@@ -280,13 +310,11 @@ def main() -> None:
     if torch.cuda.get_device_capability(DEVICE) != (9, 0):
         print("left out: the kernel is for Hopper", flush=True)
         return
-    for part in (shapes, extremes, again_and_again, graphs):
+    for part in (shapes, extremes, again_and_again, graphs, rotations):
         part()
     if sys.argv[1:] != ["kernel"]:
-        from lightning_megatron.layers.te_backend.operations import Operations
-
-        if (why := why_unavailable()) is not None or not hasattr(Operations, "product_gated"):
-            print(f"left out models: {why or 'layers do not use it yet'}", flush=True)
+        if (why := why_unavailable()) is not None:
+            print(f"left out models: {why}", flush=True)
         else:
             models()
     print(f"{len(failed)} failed: {failed}", flush=True)
