@@ -37,3 +37,11 @@ def test_a_kernel_that_torch_wrote_as_a_lambda_is_no_gap() -> None:
     assert rows[1].endswith("1 x elementwise_kernel<128, 4, direct_copy_kernel_cuda(TensorIteratorBase&)::{lambda()#3}")
     assert next(row for row in rows if row.startswith("idle")).split()[1] == "0.00"
     assert not any("Optimizer" in row for row in rows)
+
+
+def test_own_products_are_products_and_what_is_left_apart_is_not() -> None:
+    products = ("gated_forward", "gated_narrow_forward", "rotated_128", "plain_turned", "weight_gradient")
+    apart = {"_rotate_heads": "rope", "_swiglu_backward": "activation", "held_losses": "cross"}
+    rows = rows_of(*(event(name, 10.0 * place, 10.0 * place + 5.0) for place, name in enumerate((*products, *apart))))
+    assert {row.split()[0] for row in rows if row[0] != " "} == {"GEMM", "idle", *apart.values()}
+    assert next(row for row in rows if row.startswith("GEMM")).split()[1] == "0.03"  # 25 microseconds
