@@ -104,7 +104,7 @@ def _num_clusters(device: torch.device) -> int:
     """How many run at once.
 
     At most a quarter of the multiprocessors, and less where groups of them that can share memory are not of multiples of
-    four (32 of 132 / 4 = 33, say). One cluster too many would take its rows after all others were done.
+    four (30 of 132 / 4 = 33 on an H200). One cluster too many would take its rows after all others were done.
     """
     found = c_int()
     config = _LaunchConfig(block_x=_NUM_THREADS, block_y=1, block_z=1, shared_memory=hopper.SHARED_MEMORY)
