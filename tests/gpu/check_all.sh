@@ -37,6 +37,7 @@ for group in $wanted; do
         alone products tests/gpu/products.py
         alone hopper_products tests/gpu/hopper_products.py
         alone narrow_products tests/gpu/narrow_products.py
+        alone cross_entropy tests/gpu/cross_entropy.py
         alone te_operations tests/gpu/te_backend.py operations
         alone te_reference tests/gpu/te_backend.py reference
         alone fp8_attention tests/gpu/fp8_attention.py

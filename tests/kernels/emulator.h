@@ -35,8 +35,13 @@ struct float4 {
 };
 float4 __ldg(const float4* p) { return *p; }
 char memory[1];
-constexpr int SMEM = 232448, T = 384;  // bytes of shared memory, threads of a program
-constexpr u32 NOT_WRITTEN = 0x7FC0;    // NaN: what results hold before they are written, once
+#ifndef EMULATED_THREADS
+#define EMULATED_THREADS 384
+#define EMULATED_PROGRAMS 2
+#endif
+constexpr int SMEM = 232448, T = EMULATED_THREADS, P = EMULATED_PROGRAMS;  // bytes of shared memory, threads of a program,
+                                                                           // programs of a cluster
+constexpr u32 NOT_WRITTEN = 0x7FC0;  // NaN: what results hold before they are written, once
 struct Map {
     unsigned char* p;
     int rows, columns, size, box_rows, box_columns;
@@ -56,6 +61,7 @@ struct Op {  // one product of 64 x 256 x 16, or 32 in 8 bits, of one thread
 struct Cta {  // a program
     std::vector<unsigned char> smem;
     std::vector<Bar> bars;
+    int left = T;  // threads that have not ended
     int finishing = 0;
     u32 finishing_round = 0;
     int group[2] = {};
@@ -105,7 +111,7 @@ bool able(Fiber& f) {
         case WARP:
             return warps[f.block * (T / 32) + f.thread / 32].round != f.value;
         case CLUSTER:
-            return cluster_round[f.block / 2] != f.value;
+            return cluster_round[f.block / P] != f.value;
         case READS:
             return f.unread == 0;
         case FINISHERS:
@@ -116,13 +122,17 @@ bool able(Fiber& f) {
             return false;
     }
 }
-struct Copy {  // 0: a load, 1: a store, 2: a store that adds, 3: a number
-    int kind;
+enum Way { LOAD, STORE, ADD, NUMBER, BULK_LOAD, BULK_STORE, NUMBERS };
+struct Copy {
+    Way kind;
     int block;
     Fiber* by;
     u32 to, b;
     const Map* map;
     int x, y, value = 0;
+    unsigned char* far = nullptr;
+    u32 bytes = 0;
+    float numbers[4] = {};
 };
 std::vector<Copy> flying;
 void land(Copy m);
@@ -131,10 +141,11 @@ std::function<void()> kernel;
 void body() {
     kernel();
     now->kind = OVER;
+    here().left--;
     swapcontext(&now->context, &main_context);
 }
 void run(int clusters) {
-    int blocks = 2 * clusters;
+    int blocks = P * clusters;
     gridDim.x = blocks;
     cta.assign(blocks, Cta());
     warps.assign(blocks * T / 32, Warp());

@@ -26,7 +26,7 @@ void barrier_expect(u32 b, u32 n) {
     arrive(x);
 }
 void barrier_arrive(u32 b) { arrive(bar(here(), b)); }
-void barrier_arrive_at(u32 b, u32 rank) { arrive(bar(cta[now->block / 2 * 2 + rank], b)); }
+void barrier_arrive_at(u32 b, u32 rank) { arrive(bar(cta[now->block / P * P + rank], b)); }
 void barrier_wait(u32 b, u32 parity) {
     if (parity > 1) wrong("parity");
     now->bar = &bar(here(), b);
@@ -34,15 +34,15 @@ void barrier_wait(u32 b, u32 parity) {
     pause(BAR);
 }
 void cluster_sync() {
-    int c = now->block / 2;
+    int c = now->block / P;
     now->value = cluster_round[c];
-    if (++cluster_arrived[c] == 2 * T) {
+    if (++cluster_arrived[c] == P * T) {
         cluster_arrived[c] = 0;
         cluster_round[c]++;
     }
     pause(CLUSTER);
 }
-u32 cluster_rank() { return now->block % 2; }
+u32 cluster_rank() { return now->block % P; }
 Warp& warp() { return warps[now->block * (T / 32) + now->thread / 32]; }
 void warp_barrier() {
     Warp& w = warp();
@@ -123,19 +123,19 @@ void store(u16* p, const u32 (&v)[4], u64) {
 }
 void load(u32 to, const Map* map, int x, int y, u32 b, u64) {
     if (to % 1024) wrong("load");
-    flying.push_back({0, now->block, now, to, b, map, x, y});
+    flying.push_back({LOAD, now->block, now, to, b, map, x, y});
 }
 void load_both(u32 to, const Map* map, int x, int y, u32 b, u64) {
-    for (int r = 0; r < 2; r++) flying.push_back({0, now->block / 2 * 2 + r, now, to, b, map, x, y});
+    for (int r = 0; r < 2; r++) flying.push_back({LOAD, now->block / P * P + r, now, to, b, map, x, y});
 }
 constexpr u64 ORDINARY = 0, FIRST_OUT = 1, LAST_OUT = 2;
 void send(const Map* map, int x, int y, u32 from, u64 = ORDINARY) {
     now->unread++;
-    flying.push_back({1, now->block, now, from, 0, map, x, y});
+    flying.push_back({STORE, now->block, now, from, 0, map, x, y});
 }
 void send_to_add(const Map* map, int x, int y, u32 from) {
     now->unread++;
-    flying.push_back({2, now->block, now, from, 0, map, x, y});
+    flying.push_back({ADD, now->block, now, from, 0, map, x, y});
 }
 template <int N>
 void sent() {
@@ -145,15 +145,28 @@ void sent() {
 void written() { pause(READS); }
 u32 swizzled(u32 at) { return at ^ ((at >> 7 & 7) << 4); }
 void told(Bar& b, long n) {
-    b.tx -= n;
+    b.tx -= n;  // may come before it is expected
     check(b);
 }
 void land(Copy m) {
     Cta& c = cta[m.block];
-    if (m.kind == 3) {
-        at_smem<int>(c, m.to) = m.value;
-        told(bar(c, m.b), 4);
-        return;
+    if (!c.left) wrong("what lands at a program that has ended, or is taken from it");
+    switch (m.kind) {
+        case NUMBER:
+            at_smem<int>(c, m.to) = m.value;
+            return told(bar(c, m.b), 4);
+        case NUMBERS:
+            memcpy(at_smem<V4>(c, m.to).v, m.numbers, 16);
+            return told(bar(c, m.b), 16);
+        case BULK_LOAD:
+            memcpy(&c.smem[m.to], m.far, m.bytes);
+            return told(bar(c, m.b), m.bytes);
+        case BULK_STORE:
+            memcpy(m.far, &c.smem[m.to], m.bytes);
+            m.by->unread--;
+            return;
+        default:
+            break;
     }
     const Map& p = *m.map;
     if (p.box_columns * p.size != 128) wrong("box");
@@ -163,18 +176,18 @@ void land(Copy m) {
             int row = m.y + r, column = m.x + k;
             bool inside = row >= 0 && row < p.rows && column >= 0 && column < p.columns;
             unsigned char* far = p.p + ((long)row * p.columns + column) * p.size;
-            if (m.kind == 0) {
+            if (m.kind == LOAD) {
                 if (inside) memcpy(&c.smem[at], far, p.size);
                 else memset(&c.smem[at], 0, p.size);
             }
-            if (m.kind == 1 && inside) {
+            if (m.kind == STORE && inside) {
                 if (p.size == 2 && *(u16*)far != NOT_WRITTEN) wrong("sent twice");
                 memcpy(far, &c.smem[at], p.size);
             }
-            if (m.kind == 2 && inside) *(float*)far += *(float*)&c.smem[at];
-            if (m.kind && !inside) wrong("sent outside");
+            if (m.kind == ADD && inside) *(float*)far += *(float*)&c.smem[at];
+            if (m.kind != LOAD && !inside) wrong("sent outside");
         }
-    if (m.kind == 0) told(bar(c, m.b), (long)p.box_rows * 128);
+    if (m.kind == LOAD) told(bar(c, m.b), (long)p.box_rows * 128);
     else m.by->unread--;
 }
 float of_e4m3(unsigned char x) {
@@ -241,7 +254,7 @@ void multiplies_wait() {
     if (any) multiplies_begin();
 }  // a group of products ends for its four warps together
 void tell(u32 cell, u32 b, u32 rank, int value) {
-    flying.push_back({3, now->block / 2 * 2 + (int)rank, now, cell, b, nullptr, 0, 0, value});
+    flying.push_back({NUMBER, now->block / P * P + (int)rank, now, cell, b, nullptr, 0, 0, value});
 }
 int number_at(u32 at) { return at_smem<int>(here(), at); }
 void finishers_sync() {
@@ -257,4 +270,80 @@ int atomicAdd(int* p, int v) {
     int old = *p;
     *p += v;
     return old;
+}
+int atomicMax(int* p, int v) {
+    int old = *p;
+    *p = max(old, v);
+    return old;
+}
+u32 among_the_warp(u32 mine, int from) {
+    Warp& w = warp();
+    int side = w.round & 1;
+    w.at[side][now->thread % 32] = mine;
+    warp_barrier();
+    return w.at[side][from];
+}
+float __shfl_xor_sync(u32, float x, int n) { return __uint_as_float(among_the_warp(__float_as_uint(x), now->thread % 32 ^ n)); }
+u32 __reduce_max_sync(u32, u32 x) {
+    for (int n = 16; n; n /= 2) x = max(x, among_the_warp(x, now->thread % 32 ^ n));
+    return x;
+}
+u32 __byte_perm(u32 a, u32 b, u32 order) {
+    u64 both = a | (u64)b << 32;
+    u32 made = 0;
+    for (int n = 0; n < 4; n++) made |= (u32)(both >> 8 * (order >> 4 * n & 7) & 255) << 8 * n;
+    return made;
+}
+float sigmoid_as_triton(float x) { return sigmoid(x); }
+unsigned char to_e4m3(float x) {  // to the nearest, and of two the even one
+    unsigned char sign = __float_as_uint(x) >> 31 << 7;
+    if (x != x) return 0x7F;
+    float a = fabsf(x);
+    if (a >= 448) return sign | 0x7E;
+    int exponent = max(a > 0 ? ilogbf(a) : -6, -6), digits = (int)nearbyintf(ldexpf(a, 3 - exponent));
+    return sign | (digits >= 16 ? (exponent + 8) << 3 : digits >= 8 ? (exponent + 7) << 3 | (digits - 8) : digits);
+}
+u32 narrowed(float a, float b, float c, float d) {
+    return to_e4m3(a) | to_e4m3(b) << 8 | to_e4m3(c) << 16 | (u32)to_e4m3(d) << 24;
+}
+constexpr unsigned char BYTE_NOT_WRITTEN = 0xFF;  // NaN in e4m3
+void store_bytes(unsigned char* p, const void* from, int n) {
+    if ((u64)p % n) wrong("store of bytes");
+    for (int i = 0; i < n; i++)
+        if (p[i] != BYTE_NOT_WRITTEN) wrong("byte stored twice");
+    memcpy(p, from, n);
+}
+void store_two(unsigned char* p, const u32 (&v)[2]) { store_bytes(p, v, 8); }
+void store_one(unsigned char* p, u32 v) { store_bytes(p, &v, 4); }
+float power(float x) { return exp2f(x); }
+u32 larger(u32 a, u32 b) { return one(fmaxf(low(a), low(b))) | one(fmaxf(high(a), high(b))) << 16; }
+u32 read_one(u32 at) { return at_smem<u16>(here(), at); }
+void write_one(u32 at, u32 v) { at_smem<u16>(here(), at) = v; }
+// What bulk copies and loads of labels may touch.
+const unsigned char *memory_first, *memory_last;
+const long long *labels_first, *labels_last;
+long long label_at(const long long* p) {
+    if (p < labels_first || p >= labels_last) wrong("label out of reach");
+    return *p;
+}
+u64 used_once() { return FIRST_OUT; }
+void bulk(Way way, const void* far, u32 at, u32 n, u32 b) {
+    auto* p = (unsigned char*)far;
+    if (p < memory_first || p + n > memory_last || (u64)p % 16 || n % 16 || !n || at % 16 || at + n > (u32)SMEM)
+        wrong("copy out of bounds, or not aligned");
+    for (u32 done = 0; done < n; done += 4096) {  // lands in parts
+        Copy copy = {way, now->block, now, at + done, b, nullptr, 0, 0};
+        copy.far = p + done;
+        copy.bytes = min(4096u, n - done);
+        now->unread += way == BULK_STORE;
+        flying.push_back(copy);
+    }
+}
+void copy_in(u32 to, const void* from, u32 n, u32 b, u64) { bulk(BULK_LOAD, from, to, n, b); }
+void copy_out(void* to, u32 from, u32 n, u64) { bulk(BULK_STORE, to, from, n, 0); }
+void copies_commit() {}
+void tell(u32 cell, u32 b, u32 rank, float x, float y, float z) {
+    Copy copy = {NUMBERS, now->block / P * P + (int)rank, now, cell, b, nullptr, 0, 0};
+    copy.numbers[0] = x, copy.numbers[1] = y, copy.numbers[2] = z;
+    flying.push_back(copy);
 }

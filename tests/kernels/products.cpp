@@ -5,6 +5,7 @@
 #include "narrow.cuh"
 #include "products.cu"
 #include "rotated_narrow.cu"
+#include "gated_narrow.cu"
 
 typedef std::vector<u16> Half;
 std::normal_distribution<float> normal;
@@ -150,6 +151,36 @@ void rotating(int M, int heads, int kv, int size, int batch, int K, int c, int g
     }
     said(narrow ? "rotated_narrow" : "rotated", M, N, K, c);
 }
+void gating_narrow(int M, int F, int K, int c, int group, bool guesses) {
+    Half a, b, e, g, h;
+    unsigned char *x = bytes(a, (long)M * K), *w = bytes(b, 2l * F * K), *rows = (unsigned char*)aligned(g, (long)M * F / 2, 1),
+                  *columns = (unsigned char*)aligned(h, (long)M * F / 2, 1);
+    u16* both = aligned(e, 2l * M * F, 1, true);
+    memset(rows, BYTE_NOT_WRITTEN, (long)M * F);
+    memset(columns, BYTE_NOT_WRITTEN, (long)M * F);
+    float inverses[2] = {0.5f, 0.125f}, scale = 64.0f, inverse[2] = {}, largest = 0;  // some numbers are too large for e4m3
+    int amax = 0;
+    Map mx = map((u16*)x, M, K / 2, 128, 64), mw = map((u16*)w, 2 * F, K / 2, 128, 64), mb = map(both, M, 2 * F, 64, 64);
+    kernel = [&] {
+        gated_narrow_forward(mx, mw, mb, inverses, inverses + 1, rows, columns, inverse, &scale, &amax, guesses, M, F, K, group,
+                             counters);
+    };
+    run(c);
+    none_left();
+    for (int r = 0; r < M; r++)
+        for (int n = 0; n < F; n++) {
+            double q[2] = {};
+            for (int s = 0; s < 2; s++) {
+                for (int k = 0; k < K; k++) q[s] += of_e4m3(x[(long)r * K + k]) * of_e4m3(w[(long)(s * F + n) * K + k]) / 16;
+                close_to(f(both[(long)r * 2 * F + s * F + n]), q[s], 1.0);
+            }
+            float gate = f(both[(long)r * 2 * F + n]), up = f(both[(long)r * 2 * F + F + n]), made = gate * sigmoid(gate) * up;
+            largest = max(largest, fabsf(made));
+            bad += rows[(long)r * F + n] != to_e4m3(made * scale) || columns[(long)n * M + r] != rows[(long)r * F + n];
+        }
+    bad += __uint_as_float(amax) != largest || inverse[1] != (guesses ? scale : 0) || inverse[0] != 0;
+    said("gated_narrow", M, F, K, c);
+}
 int main(int argc, char** argv) {
     for (int seed = 0; seed < (argc > 1 ? atoi(argv[1]) : 1); seed++) {
         rng.seed(seed);
@@ -163,5 +194,7 @@ int main(int argc, char** argv) {
         rotating(512, 4, 4, 64, 2, 128, 2, 8);
         rotating(256, 2, 2, 128, 1, 256, 2, 4, true);
         rotating(256, 4, 4, 64, 2, 128, 1, 8, true);
+        gating_narrow(256, 256, 256, 2, 8, false);
+        gating_narrow(512, 128, 128, 1, 1, true);
     }
 }

@@ -1,4 +1,4 @@
-"""The CUDA sources of products, compiled for the CPU with an emulation of what the GPU has instructions for."""
+"""The CUDA sources, compiled for the CPU with an emulation of what the GPU has instructions for."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ SOURCES = Path(lightning_megatron.kernels.__file__).parent / "cuda"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_products_are_right_and_end_in_whatever_order_warps_and_copies_come(tmp_path: Path) -> None:
-    program = tmp_path / "products"
-    build = ["g++", "-std=c++17", "-O2", "-w", f"-I{SOURCES}", f"-I{HERE}", "-o", str(program), str(HERE / "products.cpp")]
+@pytest.mark.parametrize(("name", "cases"), [("products", 14), ("cross_entropy", 12)])
+def test_kernels_are_right_and_end_in_whatever_order_warps_and_copies_come(name: str, cases: int, tmp_path: Path) -> None:
+    program, schedules = tmp_path / name, 3
+    build = ["g++", "-std=c++20", "-O2", "-w", f"-I{SOURCES}", f"-I{HERE}", "-o", str(program), str(HERE / f"{name}.cpp")]
     subprocess.run(build, check=True, timeout=100)
-    done = subprocess.run([str(program), "3"], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([str(program), str(schedules)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count("passed") == 3 * 12
+    assert done.stdout.count("passed") == schedules * cases

@@ -16,59 +16,6 @@ constexpr int CELLS = PARTS * WARPS, CELLS_BYTES = CELLS * 16;
 constexpr u32 NOTHING = 0xFF80FF80u;  // -inf, twice
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
-__device__ __forceinline__ float power(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ u32 larger(u32 a, u32 b) {
-    u32 c;
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-    return c;
-}
-__device__ __forceinline__ void write(u32 at, const u32 (&v)[4]) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
-__device__ __forceinline__ u32 read_one(u32 at) {
-    u16 v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ void write_one(u32 at, u32 v) {
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((u16)v) : "memory");
-}
-__device__ __forceinline__ long long label_at(const long long* p) {  // in order, so that it is under way before it is used
-    long long v;
-    asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ __forceinline__ u64 used_once() {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-    return policy;
-}
-__device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u32 b, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(b), "l"(policy)
-        : "memory");
-}
-__device__ __forceinline__ void copy_out(void* to, u32 from, u32 bytes, u64 policy) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(from),
-                 "r"(bytes), "l"(policy)
-                 : "memory");
-}
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Three numbers to a cell of a program of the cluster; its barrier is told 16 bytes.
-__device__ __forceinline__ void tell(u32 cell, u32 b, u32 rank, float x, float y, float z) {
-    asm volatile(
-        "{\n.reg .b32 there, signal;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 signal, %1, %2;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [signal];\n}" ::"r"(cell),
-        "r"(b), "r"(rank), "r"(__float_as_uint(x)), "r"(__float_as_uint(y)), "r"(__float_as_uint(z)), "r"(0u)
-        : "memory");
-}
-// From here on no assembly: what is above and in tiles.cuh is all that a simulation has to replace.
-
 __device__ __forceinline__ float lowest() { return __uint_as_float(0xFF800000u); }
 __device__ __forceinline__ float or_zero(float top) { return top == lowest() ? 0.0f : top; }  // -inf - -inf would be NaN
 __device__ __forceinline__ float largest_of_warp(float x) {
@@ -109,7 +56,7 @@ __device__ __forceinline__ Held held_in(char* memory) {
             barrier_init(m.done + 8 * n, WARPS);
         }
         for (int n = 0; n < 2; n++) barrier_init(m.joined + 8 * n, 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_made();
         for (int n = 0; n < 2; n++) barrier_expect(m.joined + 8 * n, CELLS_BYTES);
     }
     cluster_sync();
@@ -229,7 +176,7 @@ __device__ __forceinline__ void put_gradient(u32 hold, const Part& part, const f
             made[n] =
                 SMOOTHS ? rounded(both[0] * factor - off, both[1] * factor - off) : rounded(both[0] * factor, both[1] * factor);
         }
-        if (piece < part.pieces) write(hold + 16 * piece, made);
+        if (piece < part.pieces) put_chunk(hold + 16 * piece, made);
     }
     if (SMOOTHS && at_edge(part)) {
         for (int column = part.real; column % 8; column++) write_one(hold + 2 * column, 0);
@@ -238,7 +185,7 @@ __device__ __forceinline__ void put_gradient(u32 hold, const Part& part, const f
 __device__ __forceinline__ void put_zeros(u32 hold, const Part& part) {
     u32 zeros[4] = {};
 #pragma unroll 1
-    for (int piece = threadIdx.x; piece < part.pieces; piece += WORKERS) write(hold + 16 * piece, zeros);
+    for (int piece = threadIdx.x; piece < part.pieces; piece += WORKERS) put_chunk(hold + 16 * piece, zeros);
 }
 
 // All warps but the one that copies.

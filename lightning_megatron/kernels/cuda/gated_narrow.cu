@@ -1,22 +1,6 @@
 // The forward product of a gated feed-forward block in 8 bits, e4m3 by one factor a matrix, with SwiGLU in it, rounded to e4m3 in
 // both forms that products want. What two separate passes would round is rounded here, so results are theirs.
 
-// By the instructions that Triton makes of ``tl.sigmoid``: what is rounded to few bits must be the same bits before. Flushing the
-// smallest exponentials changes nothing, as 1 is added.
-__device__ __forceinline__ float sigmoid_as_triton(float x) {
-    float e, s;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269502162933349609375f));
-    asm("div.full.f32 %0, 0f3F800000, %1;" : "=f"(s) : "f"(e + 1.0f));
-    return s;
-}
-// Four numbers in e4m3, the first in the lowest byte. What exceeds it becomes its largest number, NaN stays NaN.
-__device__ __forceinline__ u32 narrowed(float a, float b, float c, float d) {
-    u32 word;
-    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}"
-        : "=r"(word)
-        : "f"(a), "f"(b), "f"(c), "f"(d));
-    return word;
-}
 // SwiGLU of 8 columns of a row: their bytes.
 __device__ __forceinline__ void activate(const u32 (&gate)[4], const u32 (&up)[4], float factor, float& largest,
                                          u32 (&bytes)[2]) {
@@ -40,13 +24,6 @@ __device__ __forceinline__ void turn(u32 a, u32 b, u32 c, u32 d, u32 (&words)[4]
     words[2] = __byte_perm(third, fourth, 0x5410);
     words[3] = __byte_perm(third, fourth, 0x7632);
 }
-__device__ __forceinline__ void store_two(unsigned char* p, const u32 (&v)[2]) {
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v[0]), "r"(v[1]) : "memory");
-}
-__device__ __forceinline__ void store_one(unsigned char* p, u32 v) {
-    asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-
 // Of 64 tokens and 128 columns handed over a warp takes 32 by 32 at a time, a lane 4 tokens by 8 columns. So each store of the warp
 // fills sectors of 32 bytes, 8 of rows (a token of each lane) or 4 of columns (a column of each), and eight lanes next to each other
 // read what lies in different banks: 4 chunks of two rows that are 4 apart.

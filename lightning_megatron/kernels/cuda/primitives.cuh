@@ -1,4 +1,4 @@
-// Instructions of Hopper that C++ has no words for, one function each; ``tests/kernels/emulator.h`` has the same functions for a
+// Instructions of Hopper that C++ has no words for, one function each; ``tests/kernels/instructions.h`` has the same functions for a
 // CPU, so that what is made of them can be tried there.
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -175,4 +175,74 @@ __device__ __forceinline__ void finishers_sync() { asm volatile("bar.sync 1, 96;
 __device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory"); }
 __device__ __forceinline__ void put_chunk(u32 at, const u32 (&v)[4]) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" : : "r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+// By the instructions that Triton makes of ``tl.sigmoid``: what is rounded to few bits must be the same bits before. Flushing the
+// smallest exponentials changes nothing, as 1 is added.
+__device__ __forceinline__ float sigmoid_as_triton(float x) {
+    float e, s;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269502162933349609375f));
+    asm("div.full.f32 %0, 0f3F800000, %1;" : "=f"(s) : "f"(e + 1.0f));
+    return s;
+}
+// Four numbers in e4m3, the first in the lowest byte. What exceeds it becomes its largest number, NaN stays NaN.
+__device__ __forceinline__ u32 narrowed(float a, float b, float c, float d) {
+    u32 word;
+    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}"
+        : "=r"(word)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return word;
+}
+__device__ __forceinline__ void store_two(unsigned char* p, const u32 (&v)[2]) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v[0]), "r"(v[1]) : "memory");
+}
+__device__ __forceinline__ void store_one(unsigned char* p, u32 v) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ float power(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ u32 larger(u32 a, u32 b) {
+    u32 c;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+__device__ __forceinline__ u32 read_one(u32 at) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ void write_one(u32 at, u32 v) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((u16)v) : "memory");
+}
+__device__ __forceinline__ long long label_at(const long long* p) {  // in order, so that it is under way before it is used
+    long long v;
+    asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ u64 used_once() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u32 b, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(b), "l"(policy)
+        : "memory");
+}
+__device__ __forceinline__ void copy_out(void* to, u32 from, u32 bytes, u64 policy) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(from),
+                 "r"(bytes), "l"(policy)
+                 : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Three numbers to a cell of a program of the cluster; its barrier is told 16 bytes.
+__device__ __forceinline__ void tell(u32 cell, u32 b, u32 rank, float x, float y, float z) {
+    asm volatile(
+        "{\n.reg .b32 there, signal;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 signal, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [signal];\n}" ::"r"(cell),
+        "r"(b), "r"(rank), "r"(__float_as_uint(x)), "r"(__float_as_uint(y)), "r"(__float_as_uint(z)), "r"(0u)
+        : "memory");
 }
