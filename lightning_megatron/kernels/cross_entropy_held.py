@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import warnings
 from ctypes import byref, c_int, c_uint, c_void_p
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +55,7 @@ def fits(logits: Tensor, labels: Tensor, *, ignore_index: int) -> bool:
         and not (logits.shape[1] % _PIECE or logits.data_ptr() % 16)
         and -(2**31) <= ignore_index < 2**31
         and runs_on(logits.device)
+        and _is_right(logits.device)
     )
 
 
@@ -91,6 +94,51 @@ def losses_with_gradient(
                 device=logits.device,
             )
     return losses
+
+
+_right: dict[torch.device, bool] = {}
+
+
+def _is_right(device: torch.device) -> bool:
+    """Whether this machine makes a kernel of the source that computes the right thing; looked at once, and said if not."""
+    if device not in _right:
+        if torch.cuda.is_current_stream_capturing():
+            return False  # nothing can be compared while it is only recorded
+        _right[device] = _agrees(device)
+        if not _right[device]:
+            warnings.warn(
+                "Cross entropy that reads logits once does not work on this machine; one that reads them twice takes its place, "
+                "slower by a quarter.",
+                stacklevel=2,
+            )
+    return _right[device]
+
+
+def _agrees(device: torch.device) -> bool:
+    """Whether losses and gradients of a few rows are those of plain torch. Waits for the device."""
+    num_real, z_loss = 1001, 1e-3
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(9, 1024, device=device, generator=generator).mul_(3.0).bfloat16()
+    labels = torch.randint(num_real, (9,), device=device, generator=generator)
+    labels[4] = -100
+    counts = (labels != -100).float()
+    wide, places = logits.float()[:, :num_real], labels.clamp(min=0)[:, None]
+    lse = wide.logsumexp(-1)
+    for smoothing in (0.0, 0.1):
+        found = logits.clone()
+        options: dict[str, Any] = {"num_real": num_real, "label_smoothing": smoothing, "z_loss": z_loss}
+        try:
+            losses = losses_with_gradient(found, labels, ignore_index=-100, **options)
+        except RuntimeError:
+            return False
+        of_target = (1.0 - smoothing) * wide.gather(1, places)[:, 0] + smoothing / num_real * wide.sum(-1)
+        gradient = (wide - lse[:, None]).exp() * (1.0 + 2.0 * z_loss * lse)[:, None] - smoothing / num_real
+        gradient.scatter_add_(1, places, torch.full_like(places, smoothing - 1.0, dtype=torch.float32))
+        expected = torch.cat((gradient, torch.zeros(9, 1024 - num_real, device=device)), dim=1) * counts[:, None]
+        near = torch.allclose(losses, (lse - of_target + z_loss * lse.square()) * counts, rtol=1e-4, atol=1e-4)
+        if not (near and torch.allclose(found.float(), expected, rtol=1e-2, atol=1e-6)):
+            return False
+    return True
 
 
 def _bits(value: float) -> int:
