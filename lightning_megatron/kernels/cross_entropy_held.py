@@ -107,8 +107,8 @@ def _is_right(device: torch.device) -> bool:
         _right[device] = _agrees(device)
         if not _right[device]:
             warnings.warn(
-                "Cross entropy that reads logits once does not work on this machine; one that reads them twice takes its place, "
-                "slower by a quarter.",
+                "Cross entropy that reads logits once does not work on this machine; one that reads them twice takes its "
+                "place, slower by a quarter.",
                 stacklevel=2,
             )
     return _right[device]
