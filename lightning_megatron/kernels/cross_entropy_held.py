@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels import hopper
-from lightning_megatron.kernels.hopper import Kernel, compiled, in_context, runs_on
+from lightning_megatron.kernels.hopper import Kernel, in_context, kernel, runs_on
 
 _PROGRAMS_A_CLUSTER, _NUM_THREADS, _PIECE = 4, 512, 8
 _MOST_COLUMNS = _PROGRAMS_A_CLUSTER * 480 * 9 * _PIECE  # 9 pieces for each of the threads of a program that compute
@@ -85,8 +85,8 @@ def losses_with_gradient(
     if num:
         factors = (1.0 - label_smoothing, label_smoothing / num_real, z_loss)
         with in_context(logits.device):
-            kernel = _kernel("held_losses_smoothed" if label_smoothing > 0.0 else "held_losses", logits.device)
-            kernel.launch(
+            found = _kernel("held_losses_smoothed" if label_smoothing > 0.0 else "held_losses", logits.device)
+            found.launch(
                 _PROGRAMS_A_CLUSTER * min(num, _num_clusters(logits.device)),
                 *(logits, labels, losses, num, columns, num_real, ignore_index),
                 *(_bits(factor) for factor in factors),
@@ -165,8 +165,5 @@ def _num_clusters(device: torch.device) -> int:
     return max(1, found.value)
 
 
-@cache
 def _kernel(name: str, device: torch.device) -> Kernel:
-    module = compiled("cross_entropy.cu", device)
-    with in_context(device):
-        return Kernel(module, name, num_threads=_NUM_THREADS)
+    return kernel("cross_entropy.cu", name, device, num_threads=_NUM_THREADS)

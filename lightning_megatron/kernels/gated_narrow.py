@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_megatron.kernels.hopper import Kernel, TensorMap, compiled, digest, in_context, map_of_bytes, runs_on
+from lightning_megatron.kernels.hopper import TensorMap, digest, in_context, kernel, map_of_bytes, runs_on
 from lightning_megatron.kernels.hopper_products import counters, kept_rows, num_programs
 from lightning_megatron.kernels.narrow import CHECK, GUESS, Factor, Narrow, narrowed
 from lightning_megatron.kernels.swiglu_narrow import FORWARD, _swiglu_narrow
@@ -74,13 +74,7 @@ def gated_narrow_forward(
             maps = map_of_bytes(x, _ROWS), map_of_bytes(gate_up, _COLUMNS), TensorMap(both, _PIECE, _PIECE)
             places = x_inv, gate_up_inv, rows, columns, *numbers
             sizes = int(mode == GUESS), num, ffn, size, kept_rows(x)
-            _kernel(device).launch(num_programs(device), *maps, *places, *sizes, counters(device), device=device)
+            found = kernel(_SOURCE, "gated_narrow_forward", device, num_threads=_NUM_THREADS)
+            found.launch(num_programs(device), *maps, *places, *sizes, counters(device), device=device)
 
     return narrowed(both, (num, ffn), torch.float8_e4m3fn, factor=factor, launch=launch)
-
-
-@cache
-def _kernel(device: torch.device) -> Kernel:
-    module = compiled(_SOURCE, device)
-    with in_context(device):
-        return Kernel(module, "gated_narrow_forward", num_threads=_NUM_THREADS)

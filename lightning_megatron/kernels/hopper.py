@@ -28,7 +28,7 @@ _DTYPES = {torch.bfloat16: 9, torch.float32: 7}
 _SWIZZLE = 3  # of rows of 128 bytes
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _SOURCES = Path(__file__).parent / "cuda"
-_SHARED = ("primitives.cuh", "tiles.cuh", "rotation.cuh", "narrow.cuh")
+_SHARED = ("primitives.cuh", "tiles.cuh", "rotation.cuh")
 _OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17", b"-default-device")
 
 
@@ -137,6 +137,14 @@ def compiled(name: str, device: torch.device) -> c_void_p:
     with in_context(device):
         _check(_driver().cuModuleLoadData(byref(module), binary), "cuModuleLoadData")
     return module
+
+
+@cache
+def kernel(source: str, name: str, device: torch.device, *, num_threads: int) -> Kernel:
+    """A function of a source file, compiled at the first call."""
+    module = compiled(source, device)
+    with in_context(device):
+        return Kernel(module, name, num_threads=num_threads)
 
 
 @contextmanager

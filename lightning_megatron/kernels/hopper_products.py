@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels import stream_of
-from lightning_megatron.kernels.hopper import Kernel, TensorMap, compiled, digest, in_context, runs_on
+from lightning_megatron.kernels.hopper import TensorMap, digest, in_context, kernel, runs_on
 
 _ROWS, _COLUMNS, _STEP, _PIECE = 128, 256, 64, 64  # of a tile, of the inner dimension at a time, of what is written at a time
 _HEAD_SIZES = (64, 128)
@@ -126,7 +126,8 @@ def kept_rows(factor: Tensor) -> int:
 
 
 def _launch(name: str, device: torch.device, *arguments: TensorMap | Tensor | int, group: int = _GROUP) -> None:
-    _kernel(name, device).launch(num_programs(device), *arguments, group, counters(device), device=device)
+    found = kernel(_SOURCE, name, device, num_threads=_NUM_THREADS)
+    found.launch(num_programs(device), *arguments, group, counters(device), device=device)
 
 
 def counters(device: torch.device) -> Tensor:
@@ -146,10 +147,3 @@ def num_programs(device: torch.device) -> int:
     """One for each multiprocessor."""
     number = torch.cuda.get_device_properties(device).multi_processor_count
     return int(number) // _PROGRAMS_A_CLUSTER * _PROGRAMS_A_CLUSTER
-
-
-@cache
-def _kernel(name: str, device: torch.device) -> Kernel:
-    module = compiled(_SOURCE, device)
-    with in_context(device):
-        return Kernel(module, name, num_threads=_NUM_THREADS)

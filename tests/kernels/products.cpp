@@ -2,7 +2,6 @@
 #include "instructions.h"
 #include "tiles.cuh"
 #include "rotation.cuh"
-#include "narrow.cuh"
 #include "products.cu"
 #include "rotated_narrow.cu"
 #include "gated_narrow.cu"

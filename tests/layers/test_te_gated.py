@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,11 +40,15 @@ class Noting(PlainOperations):
 
 
 def trained(
-    operations: Noting, options: Fp8Options, way: str | None = None, see: Callable[[GPT], None] | None = None
+    operations: PlainOperations,
+    options: Fp8Options,
+    way: str | None = None,
+    see: Callable[[GPT], None] | None = None,
+    **fields: Any,
 ) -> list[Tensor]:
     """Losses and gradients of two steps, of which the second has a history, and the factors in the end."""
     backend = TeBackend(operations, options)
-    model = GPT(LLAMA, seed=5, backend=backend)
+    model = GPT(replace(LLAMA, **fields), seed=5, backend=backend)
     recompute(model, Recompute.of(way))
     if see is not None:
         see(model)

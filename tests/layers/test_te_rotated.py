@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.recompute import Recompute, recompute
-from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, TeBackend
+from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations
 from lightning_megatron.models import GPT
-from tests.layers.test_te_gated import LLAMA, TOKENS
+from tests.layers.test_te_gated import LLAMA, trained
 
 
 class Noting(PlainOperations):
@@ -27,31 +24,6 @@ class Noting(PlainOperations):
         made = super().product_rotated(*args, **kwargs) if self.together else None
         self.num_rotated += made is not None
         return made
-
-
-def trained(
-    operations: Noting,
-    options: Fp8Options,
-    way: str | None = None,
-    see: Callable[[GPT], None] | None = None,
-    **fields: Any,
-) -> list[Tensor]:
-    """Losses and gradients of two steps, of which the second has a history, and the factors in the end."""
-    backend = TeBackend(operations, options)
-    model = GPT(replace(LLAMA, **fields), seed=5, backend=backend)
-    recompute(model, Recompute.of(way))
-    if see is not None:
-        see(model)
-    found = []
-    for _ in range(2):
-        model.zero_grad()
-        losses = model(TOKENS, labels=TOKENS.flip(1))
-        losses.mean().backward()
-        found += [losses.detach(), *(param.grad.clone() for param in model.parameters() if param.grad is not None)]
-        assert backend.scales is not None
-        backend.scales.advance(lambda numbers: numbers)
-    assert backend.scales is not None
-    return [*found, *backend.scales.tensors[0]]
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:

@@ -74,12 +74,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                 int y = (2 * i + rank) * ROWS + of * 64, column = j * 128;
                 u32 pieces = m.pieces + of * 4 * PIECE;
                 barrier_wait(m.given + 8 * of, parity);
-                if (sends) {
-                    send(&both, column, y, pieces, FIRST_OUT);
-                    send(&both, column + 64, y, pieces + PIECE, FIRST_OUT);
-                    send(&both, F + column, y, pieces + 2 * PIECE, FIRST_OUT);
-                    send(&both, F + column + 64, y, pieces + 3 * PIECE, FIRST_OUT);
-                }
+                if (sends) send_gate_and_up(&both, F, column, y, pieces);
                 __syncwarp();
                 unsigned char *to_rows = act_rows + (long long)y * F + column,
                               *to_columns = act_columns + (long long)column * M + y;

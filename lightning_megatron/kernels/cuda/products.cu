@@ -19,12 +19,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                 u32 pieces = m.pieces + of * 4 * PIECE;
                 bool sends = warp == 0 && lane == 0;
                 barrier_wait(m.given + 8 * of, parity);
-                if (sends) {
-                    send(&both, column, y, pieces, FIRST_OUT);
-                    send(&both, column + 64, y, pieces + PIECE, FIRST_OUT);
-                    send(&both, F + column, y, pieces + 2 * PIECE, FIRST_OUT);
-                    send(&both, F + column + 64, y, pieces + 3 * PIECE, FIRST_OUT);
-                }
+                if (sends) send_gate_and_up(&both, F, column, y, pieces);
 #pragma unroll 2
                 for (int task = 32 * warp + lane; task < 64 * 16; task += 96) {
                     int row = task / 16, chunk = task % 16;

@@ -42,8 +42,9 @@ __device__ __forceinline__ void place(int tile, int rows, int columns, int group
 }
 
 // One warpgroup: 64 rows of the tile, all columns. b is [columns, STEP] in memory, or [STEP, columns] if it is turned; a
-// likewise.
-template <int TURNED, int TURNED_A = 0>
+// likewise. NARROW: of numbers of 8 bits, e4m3, neither turned; a stage holds twice as many, of which an instruction takes twice as
+// many, in as many bytes. Their sums stay in the tensor cores, which keep fewer bits than fp32: what others call fast accumulation.
+template <int TURNED, int TURNED_A = 0, bool NARROW = false>
 __device__ __forceinline__ void product(float (&d)[128], u32 a, u32 b, u32 full, u32 empty, Turn& turn, int steps, bool signals,
                                         u32 signal_to) {
     constexpr u64 B_KIND = SWIZZLED | (TURNED ? (u64)(B_BYTES / 4 >> 4) : 1ull) << 16;  // turned: four panels of 64 columns
@@ -55,8 +56,10 @@ __device__ __forceinline__ void product(float (&d)[128], u32 a, u32 b, u32 full,
         u64 at_b = described(b + turn.stage * B_BYTES, B_KIND);
         multiplies_begin();
 #pragma unroll
-        for (int k = 0; k < STEP / 16; k++)
-            multiply<TURNED, TURNED_A>(d, at_a + A_STEP * k, at_b + B_STEP * k, step > 0 || k > 0);
+        for (int k = 0; k < STEP / 16; k++) {
+            if constexpr (NARROW) multiply_narrow(d, at_a + A_STEP * k, at_b + B_STEP * k, step > 0 || k > 0);
+            else multiply<TURNED, TURNED_A>(d, at_a + A_STEP * k, at_b + B_STEP * k, step > 0 || k > 0);
+        }
         multiplies_commit();
         multiplies_wait<1>();
         if (step > 0 && signals) barrier_arrive_at(empty + 8 * before, signal_to);
@@ -73,14 +76,16 @@ __device__ __forceinline__ u32 matrix_row(u32 piece, int thread, int chunk) {
     int lane = thread & 31, row = (thread >> 5) * 16 + (lane & 15);
     return piece + row * 128 + (((chunk + (lane >> 4)) ^ (row & 7)) << 4);
 }
-// A warpgroup's [64, 256] as four pieces, rounded.
-__device__ __forceinline__ void hand_over(float (&d)[128], u32 pieces, int thread, u32 taken, u32 parity, u32 given) {
+// A warpgroup's [64, 256], TIMES a factor, as four pieces, rounded.
+template <bool TIMES = false>
+__device__ __forceinline__ void hand_over(float (&d)[128], u32 pieces, int thread, u32 taken, u32 parity, u32 given,
+                                          float factor = 1.0f) {
+    auto two = [&](int i) { return TIMES ? rounded(d[i] * factor, d[i + 1] * factor) : rounded(d[i], d[i + 1]); };
     barrier_wait(taken, parity);
 #pragma unroll
     for (int c = 0; c < 32; c += 2) {
         int i = 4 * c;
-        put(matrix_row(pieces + c / 8 * PIECE, thread, c % 8), rounded(d[i], d[i + 1]), rounded(d[i + 2], d[i + 3]),
-            rounded(d[i + 4], d[i + 5]), rounded(d[i + 6], d[i + 7]));
+        put(matrix_row(pieces + c / 8 * PIECE, thread, c % 8), two(i), two(i + 2), two(i + 4), two(i + 6));
     }
     fence_async();
     __syncwarp();
@@ -104,6 +109,14 @@ __device__ __forceinline__ void hand_over_wide(float (&d)[128], u32 pieces, int 
 }
 __device__ __forceinline__ u32 chunk_at(u32 pieces, int row, int chunk) {
     return pieces + chunk / 8 * PIECE + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
+}
+
+// Four pieces: 128 columns of the gate, and of up, which is F columns behind it.
+__device__ __forceinline__ void send_gate_and_up(const Map* both, int F, int column, int y, u32 pieces) {
+    send(both, column, y, pieces, FIRST_OUT);
+    send(both, column + 64, y, pieces + PIECE, FIRST_OUT);
+    send(both, F + column, y, pieces + 2 * PIECE, FIRST_OUT);
+    send(both, F + column + 64, y, pieces + 3 * PIECE, FIRST_OUT);
 }
 
 struct Memory {
@@ -227,6 +240,31 @@ __device__ __forceinline__ void run_tiles(const Map* first, const Map* second, c
         fewer_registers<104>();
         if (warp == 8)
             load_tiles<TURNED, TURNED_A, KEEPS>(first, second, m, rows, columns, group, steps, width, half, counters);
+        else finish(warp - 9, threadIdx.x & 31);
+    }
+    __syncwarp();
+    cluster_sync();
+}
+
+// As ``run_tiles``, of numbers of 8 bits; what is handed over is the product times ``factor``, rounded.
+template <bool KEEPS, class Finish>
+__device__ __forceinline__ void run_narrow_tiles(const Map* first, const Map* second, const Memory& m, float factor, int rows,
+                                                 int columns, int group, int steps, int width, int half, int* counters,
+                                                 Finish finish) {
+    int warp = threadIdx.x / 32;
+    if (warp < 8) {
+        more_registers<200>();
+        int thread = threadIdx.x & 127, who = threadIdx.x >> 7;
+        Turn turn;
+        u32 parity = 1;
+        float d[128];
+        for (Tiles t(m); t.tile < rows * columns; t.next(), parity ^= 1) {
+            product<0, 0, true>(d, m.a + who * (A_BYTES / 2), m.b, m.full, m.empty, turn, steps, thread < 2, thread & 1);
+            hand_over<true>(d, m.pieces + who * 4 * PIECE, thread, m.taken + 8 * who, parity, m.given + 8 * who, factor);
+        }
+    } else {
+        fewer_registers<104>();
+        if (warp == 8) load_tiles<0, 0, KEEPS>(first, second, m, rows, columns, group, steps, width, half, counters);
         else finish(warp - 9, threadIdx.x & 31);
     }
     __syncwarp();

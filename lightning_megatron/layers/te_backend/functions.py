@@ -196,7 +196,7 @@ class RotateNarrow(RotateFused):
         """Inputs: ``[S, B, (h + 2g) * d]``."""
         ctx.call, ctx.shape = call, fused.shape
         rotation = call.turning.rotation
-        return rotation.split(fused) if call.turning.is_done else rotation.turned(fused)
+        return rotation.split(fused if call.turning.is_done else rotation.turned_whole(fused))
 
     @staticmethod
     @once_differentiable

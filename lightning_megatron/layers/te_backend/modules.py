@@ -276,9 +276,9 @@ def _are_joined(up: nn.Module, down: nn.Module) -> bool:
     """Whether ``up`` may activate for ``down``: it has the whole input and nobody sees, or changes, what lies between."""
     if type(up) is not FusedColumnLinear or type(down) is not FusedRowLinear:
         return False
-    is_bound = any(not is_bare(linear) or "forward" in vars(linear) for linear in (up, down))
     waits = all(getattr(hook, "only_waits", False) for hook in down._forward_pre_hooks.values())
-    return up.mesh.tp.size == 1 and up.bias is None and down.job.input_slot is not None and waits and not is_bound
+    are_bare = is_bare(up) and is_bare(down)
+    return up.mesh.tp.size == 1 and up.bias is None and down.job.input_slot is not None and waits and are_bare
 
 
 def _begin(scales: Scales | None, x: Tensor) -> int:
