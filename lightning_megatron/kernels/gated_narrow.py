@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_megatron.kernels.hopper import TensorMap, digest, in_context, kernel, map_of_bytes, runs_on
+from lightning_megatron.kernels.hopper import digest, in_context, kernel, map_of, map_of_bytes, runs_on
 from lightning_megatron.kernels.hopper_products import counters, kept_rows, num_programs
 from lightning_megatron.kernels.narrow import CHECK, GUESS, Factor, Narrow, narrowed
 from lightning_megatron.kernels.swiglu_narrow import FORWARD, _swiglu_narrow
@@ -71,7 +71,7 @@ def gated_narrow_forward(
             return
         device = both.device
         with in_context(device):
-            maps = map_of_bytes(x, _ROWS), map_of_bytes(gate_up, _COLUMNS), TensorMap(both, _PIECE, _PIECE)
+            maps = map_of_bytes(x, _ROWS), map_of_bytes(gate_up, _COLUMNS), map_of(both, _PIECE, _PIECE)
             places = x_inv, gate_up_inv, rows, columns, *numbers
             sizes = int(mode == GUESS), num, ffn, size, kept_rows(x)
             found = kernel(_SOURCE, "gated_narrow_forward", device, num_threads=_NUM_THREADS)

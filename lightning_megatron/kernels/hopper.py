@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,31 +50,37 @@ def _text(name: str) -> bytes:
 class TensorMap:
     """What a bulk copy knows of a matrix, and the block of it that one copy moves into swizzled rows of shared memory.
 
-    Made inside ``in_context``.
-
     Args:
-        matrix: ``[rows, columns]``, contiguous; it must outlive what is launched with this.
-        rows: of the block.
-        columns: of the block; a row of it has 128 bytes.
+        place: where the matrix is.
+        rows: of the matrix.
+        columns: likewise.
+        dtype: likewise.
+        block: rows and columns of the block; a row of it has 128 bytes.
     """
 
-    def __init__(self, matrix: Tensor, rows: int, columns: int) -> None:
+    def __init__(self, place: int, rows: int, columns: int, dtype: torch.dtype, block: tuple[int, int]) -> None:
         self._memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
         self.address = -(-ctypes.addressof(self._memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-        width = matrix.element_size()
-        sizes, strides = (c_uint64 * 2)(matrix.shape[1], matrix.shape[0]), (c_uint64 * 1)(matrix.shape[1] * width)
-        block, steps = (c_uint32 * 2)(columns, rows), (c_uint32 * 2)(1, 1)
-        place = c_void_p(matrix.data_ptr())
+        sizes, strides = (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(columns * dtype.itemsize)
         status = _driver().cuTensorMapEncodeTiled(
-            *(c_void_p(self.address), _DTYPES[matrix.dtype], 2, place, sizes, strides, block, steps),
-            *(0, _SWIZZLE, _PROMOTION_128, 0),
+            *(c_void_p(self.address), _DTYPES[dtype], 2, c_void_p(place), sizes, strides),
+            *((c_uint32 * 2)(*reversed(block)), (c_uint32 * 2)(1, 1), 0, _SWIZZLE, _PROMOTION_128, 0),
         )
         _check(status, "cuTensorMapEncodeTiled")
 
 
+_known_map = lru_cache(maxsize=4096)(TensorMap)  # the same matrices come to lie in the same places, step by step
+
+
+def map_of(matrix: Tensor, rows: int, columns: int) -> TensorMap:
+    """Of blocks of so many rows and columns of a contiguous matrix. Inside ``in_context``."""
+    return _known_map(matrix.data_ptr(), *matrix.shape, matrix.dtype, (rows, columns))
+
+
 def map_of_bytes(matrix: Tensor, rows: int) -> TensorMap:
     """Of blocks of 128 bytes a row, of a matrix of bytes. A copy moves bits, so two bytes do for one number of 16."""
-    return TensorMap(matrix.view(torch.bfloat16), rows, 64)
+    num, size = matrix.shape
+    return _known_map(matrix.data_ptr(), num, size // 2, torch.bfloat16, (rows, 64))
 
 
 class Kernel:

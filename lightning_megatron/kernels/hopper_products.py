@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels import stream_of
-from lightning_megatron.kernels.hopper import TensorMap, digest, in_context, kernel, runs_on
+from lightning_megatron.kernels.hopper import TensorMap, digest, in_context, kernel, map_of, runs_on
 
 _ROWS, _COLUMNS, _STEP, _PIECE = 128, 256, 64, 64  # of a tile, of the inner dimension at a time, of what is written at a time
 _HEAD_SIZES = (64, 128)
@@ -79,7 +79,7 @@ def gated_forward(x: Tensor, gate_up: Tensor, both: Tensor, activated: Tensor) -
     """``both = x gate_up^T`` and its SwiGLU: ``[M, H], [2 F, H]``, written to ``[M, 2 F]`` and ``[M, F]``; all contiguous."""
     (num, size), ffn = x.shape, activated.shape[1]
     with in_context(x.device):
-        maps = TensorMap(x, _ROWS, _STEP), TensorMap(gate_up, _COLUMNS // 2, _STEP), TensorMap(both, _PIECE, _PIECE)
+        maps = map_of(x, _ROWS, _STEP), map_of(gate_up, _COLUMNS // 2, _STEP), map_of(both, _PIECE, _PIECE)
         _launch("gated_forward", x.device, *maps, activated, num, ffn, size, group=kept_rows(x))
 
 
@@ -87,7 +87,7 @@ def gated_backward(grad: Tensor, down: Tensor, both: Tensor, of_both: Tensor) ->
     """The gradient of gate and up by that of the block: ``[M, H], [H, F], [M, 2 F]``, written to ``[M, 2 F]``. As above."""
     (num, size), ffn = grad.shape, down.shape[1]
     with in_context(grad.device):
-        maps = TensorMap(grad, _ROWS, _STEP), TensorMap(down, _STEP, _PIECE)
+        maps = map_of(grad, _ROWS, _STEP), map_of(down, _STEP, _PIECE)
         _launch("gated_backward", grad.device, *maps, both, of_both, num, ffn, size)
 
 
@@ -100,7 +100,7 @@ def rotated_forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Te
     (num, size), columns = x.shape, weight.shape[0]
     batch = num // cos.shape[0]
     with in_context(x.device):
-        maps = TensorMap(x, _ROWS, _STEP), TensorMap(weight, _COLUMNS // 2, _STEP), TensorMap(out, _PIECE, _PIECE)
+        maps = map_of(x, _ROWS, _STEP), map_of(weight, _COLUMNS // 2, _STEP), map_of(out, _PIECE, _PIECE)
         _launch(f"rotated_{cos.shape[-1]}", x.device, *maps, cos, sin, turned, batch, num, columns, size)
 
 
@@ -108,7 +108,7 @@ def input_gradient(grad: Tensor, weight: Tensor, out: Tensor) -> None:
     """``grad weight``: ``[M, K], [K, N]``, written to ``[M, N]``; all contiguous."""
     num, size = grad.shape
     with in_context(grad.device):
-        maps = TensorMap(grad, _ROWS, _STEP), TensorMap(weight, _STEP, _PIECE), TensorMap(out, _PIECE, _PIECE)
+        maps = map_of(grad, _ROWS, _STEP), map_of(weight, _STEP, _PIECE), map_of(out, _PIECE, _PIECE)
         _launch("plain_turned", grad.device, *maps, num, weight.shape[1], size)
 
 
@@ -116,7 +116,7 @@ def weight_gradient(grad: Tensor, x: Tensor, total: Tensor, *, add: bool) -> Non
     """``grad^T x``: ``[T, M], [T, N]``, written to or added to ``[M, N]`` in fp32; all contiguous."""
     (num, size), columns = grad.shape, x.shape[1]
     with in_context(grad.device):
-        maps = TensorMap(grad, _STEP, _PIECE), TensorMap(x, _STEP, _PIECE), TensorMap(total, _PIECE, _PIECE // 2)
+        maps = map_of(grad, _STEP, _PIECE), map_of(x, _STEP, _PIECE), map_of(total, _PIECE, _PIECE // 2)
         _launch("weight_gradient", grad.device, *maps, int(add), size, columns, num)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels.gated_narrow import fits as fits_gated
-from lightning_megatron.kernels.hopper import TensorMap, digest, in_context, kernel, map_of_bytes
+from lightning_megatron.kernels.hopper import digest, in_context, kernel, map_of, map_of_bytes
 from lightning_megatron.kernels.hopper_products import can_turn, counters, kept_rows, num_programs
 from lightning_megatron.kernels.products import Tables
 
@@ -46,7 +46,7 @@ def rotated_narrow_forward(
     (num, inner), columns, (cos, sin), device = x.shape, len(weight), tables, x.device
     out = x.new_empty((num, columns), dtype=torch.bfloat16)
     with in_context(device):
-        maps = map_of_bytes(x, _ROWS), map_of_bytes(weight, _HALF), TensorMap(out, _PIECE, _PIECE)
+        maps = map_of_bytes(x, _ROWS), map_of_bytes(weight, _HALF), map_of(out, _PIECE, _PIECE)
         sizes = sum(heads) * cos.shape[-1], num // len(cos), num, columns, inner, kept_rows(x)
         found = kernel(_SOURCE, f"rotated_narrow_{cos.shape[-1]}", device, num_threads=_NUM_THREADS)
         found.launch(num_programs(device), *maps, x_inv, weight_inv, cos, sin, *sizes, counters(device), device=device)

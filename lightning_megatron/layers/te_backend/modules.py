@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -105,7 +104,7 @@ class FusedColumnLinear(ColumnParallelLinear):
         ``activated``: where a lone rank may put the SwiGLU of the result; ``turning``: how it may rotate the result.
         """
         epoch, record = _begin(self.scales, x), torch.is_grad_enabled()
-        job = replace(self.job, epoch=epoch, record=record, handoff=handoff, activated=activated, turning=turning)
+        job = self.job.called(epoch=epoch, record=record, handoff=handoff, activated=activated, turning=turning)
         if handoff is not None:
             handoff.slot = job.grad_slot
         padded = _padded(x, self.scales, job)
@@ -167,7 +166,7 @@ class FusedRowLinear(RowParallelLinear):
         """
         epoch, record = _begin(self.scales, x), torch.is_grad_enabled()
         given = self.job.given if activated is None else activated
-        job = replace(self.job, epoch=epoch, record=record, activation=activation, handoff=handoff, given=given)
+        job = self.job.called(epoch=epoch, record=record, activation=activation, handoff=handoff, given=given)
         padded = _padded(x, self.scales, job)
         inside = residual if padded is x and job.axis.size == 1 else None
         result: Tensor = RowLinear.apply(padded, self.weight, job, inside)  # type: ignore[no-untyped-call]
@@ -193,7 +192,7 @@ class NarrowHead(VocabParallelHead):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[S/tp, B, H] -> [S, B, V_padded/tp]``; without sequence parallelism ``[S, B, H] -> [S, B, V_padded/tp]``."""
-        job = replace(self.job, epoch=_begin(self.scales, hidden), record=torch.is_grad_enabled())
+        job = self.job.called(epoch=_begin(self.scales, hidden), record=torch.is_grad_enabled())
         padded = _padded(hidden, self.scales, job)
         logits: Tensor = ColumnLinear.apply(padded, self.weight, None, job)  # type: ignore[no-untyped-call]
         return logits if padded is hidden else logits[: hidden.shape[0]]
