@@ -82,6 +82,11 @@ class LayerGraphs:
             self._running = None  # the graph of autograd keeps the lease from here on
         return running[0].run(index, args[0], running[1])
 
+    def release(self) -> None:
+        """Let graphs and their memory go; later micro-batches start over, as the first ones did."""
+        self._captured = self._running = None
+        self._num_seen = self._num_captures = 0
+
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CapturedLayers, Lease, SequenceContext] | None:
         if not self._layers or kwargs or len(args) != 2 or not torch.is_grad_enabled() or not self._layers[0].module.training:
             return None
@@ -208,6 +213,12 @@ def graphs_of(module: nn.Module) -> list[LayerGraphs]:
     """What runs the layers of a model by graphs, one for each stack of layers."""
     found = (child.__dict__.get("forward") for child in module.modules())
     return list({id(one.graphs): one.graphs for one in found if isinstance(one, _Graphed)}.values())
+
+
+def release_graphs(module: nn.Module) -> None:
+    """Let a model's graphs go: a communicator of NCCL, and with it a process, does not end while a graph holds work of it."""
+    for graphs in graphs_of(module):
+        graphs.release()
 
 
 def _key(hidden: Tensor, context: SequenceContext) -> Hashable:

@@ -28,6 +28,7 @@ from lightning_megatron.kernels.products import set_products
 from lightning_megatron.kernels.tuned_products import products_of
 from lightning_megatron.layers.backend import Backend
 from lightning_megatron.layers.choice import BackendName, choose_backend, use_backend
+from lightning_megatron.layers.graphs import release_graphs
 from lightning_megatron.layers.recompute import Recompute
 from lightning_megatron.layers.te_backend import scales_of
 from lightning_megatron.mesh import DEFAULT_TIMEOUT, use_mesh
@@ -381,6 +382,8 @@ class MegatronStrategy(SteppingStrategy):
         assert self.accelerator is not None
         self._end_saving()
         self._leave_together()
+        if self.lightning_module is not None:
+            release_graphs(self.lightning_module)
         if self._metrics is not None:
             self._metrics.restore()
         if self._own_sampler is not None and self.lightning_module is not None and self.lightning_module._trainer is not None:

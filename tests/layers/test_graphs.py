@@ -9,13 +9,14 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.layers.graphs import WARM_UP, LayerGraphs, graph_layers, graphs_of
+from lightning_megatron.layers.graphs import WARM_UP, LayerGraphs, graph_layers, graphs_of, release_graphs
 from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, TeBackend, scales_of
 from lightning_megatron.mesh import Mesh, current_mesh
 from lightning_megatron.models import GPT, GPTConfig
@@ -294,6 +295,19 @@ def test_a_copy_of_the_model_runs_without_graphs() -> None:
     assert graphs_of(model) == [graphs]
 
 
+def test_graphs_that_are_let_go_are_gone_and_made_again() -> None:
+    (eager, _), (graphed, (graphs,)) = opened(LLAMA_GQA, graphs=False), opened(LLAMA_GQA, graphs=True)
+    for step in range(2 * WARM_UP + 2):
+        if step == WARM_UP + 1:
+            assert graphs.num_replayed == 1
+            captured = ref(graphs._captured)
+            release_graphs(graphed)
+            assert captured() is None  # at once, not when garbage is next collected
+        assert backward(graphed, step) == backward(eager, step)
+        assert_same(graphed, eager)
+    assert graphs.num_replayed == 2
+
+
 @pytest.mark.parametrize(
     ("world_size", "layout", "accumulate", "dropout"),
     [(1, {"micro_batch_size": 2}, 3, 0.2), (2, {"micro_batch_size": 3}, 1, 0.2), (2, {"tp": 2, "micro_batch_size": 3}, 1, 0.0)],
@@ -313,6 +327,7 @@ def test_training_is_the_same_bit_by_bit(
             patch.setattr(prepare, "graph_layers", lambda *args: found.extend(graphed(*args)))
             options: dict[str, Any] = {"optimizer": "adamw", "precision": "bf16-mixed", "steps": 4, "accumulate": accumulate}
             runs = [strategy_run(config, layout | {"cuda_graphs": graphs}, **options) for graphs in (False, True)]
+        assert [graphs._captured for graphs in found] == [None]  # a finished fit holds no graphs
         return [(one, sum(graphs.num_replayed for graphs in found)) for one in runs]
 
     for (expected, _), (outcome, num_replayed) in run_distributed(run, world_size):
