@@ -13,7 +13,6 @@ only what is new.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import sys
@@ -23,9 +22,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-with contextlib.suppress(ImportError, OSError):
-    import transformer_engine.pytorch  # noqa: F401  (it must come before torch loads its own cuDNN)
-
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback

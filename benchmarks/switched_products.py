@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.train_step import Clock, Module, RandomTokens  # first: it loads Transformer Engine's cuDNN, if there is one
-
-# isort: split
 import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.kernel_kinds import table_of
 from benchmarks.model_shapes import SHAPES, config_of
+from benchmarks.train_step import Clock, Module, RandomTokens
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.kernels.products import Products, TorchProducts, set_products
 from lightning_megatron.kernels.tuned_products import TunedProducts

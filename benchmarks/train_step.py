@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-if "torch" not in sys.argv or "--te-cudnn" in sys.argv:  # whose cuDNN attends: that of the one that is loaded first
+if "--te-cudnn" in sys.argv:  # that of the system, which Transformer Engine finds when it is imported first
     with contextlib.suppress(ImportError, OSError):
         import transformer_engine.pytorch  # noqa: F401
 
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--fp8-attention", action="store_true", help="attention in 8 bits as well")
     parser.add_argument("--fp8-params", action="store_true", help="parameters in 8 bits")
     parser.add_argument("--backend", default="", help="torch, te or auto; the strategy's own choice if not given")
-    parser.add_argument("--te-cudnn", action="store_true", help="with --backend torch: attention by Transformer Engine's cuDNN")
+    parser.add_argument("--te-cudnn", action="store_true", help="attention by the cuDNN of the system instead of that of torch")
     parser.add_argument("--recompute", default="", help="names with commas between them: full, selective, mlp, ...")
     parser.add_argument("--offload", action="store_true", help="what layers save waits on the host")
     parser.add_argument("--config", default="{}", help="further fields of GPTConfig, as JSON")

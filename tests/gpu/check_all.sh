@@ -25,6 +25,13 @@ ranks() { # name, number of ranks, script, arguments...
     check "$name" torchrun --no-python --nproc-per-node "$number" --master-port "$port" bash tests/gpu/one_gpu_ranks.sh "$@"
 }
 alone() { check "$1" python3 "${@:2}" & }
+references() { # what several ranks are compared with
+    [ -z "${referenced:-}" ] || return
+    alone te_reference tests/gpu/te_backend.py reference
+    alone cp_reference tests/gpu/context_parallel.py reference
+    wait
+    referenced=1
+}
 together() { port=$((port + 1)); ranks "$@" & }
 
 : >"$logs/summary"
@@ -39,9 +46,7 @@ for group in $wanted; do
         alone narrow_products tests/gpu/narrow_products.py
         alone cross_entropy tests/gpu/cross_entropy.py
         alone te_operations tests/gpu/te_backend.py operations
-        alone te_reference tests/gpu/te_backend.py reference
         alone fp8_attention tests/gpu/fp8_attention.py
-        alone cp_reference tests/gpu/context_parallel.py reference
         alone cp_tiles tests/gpu/context_parallel.py
         ;;
     two)
@@ -58,12 +63,19 @@ for group in $wanted; do
         together graphs2 2 tests/gpu/graphs.py
         ;;
     models)
+        references
         together te2 2 tests/gpu/te_backend.py
         together cp2 2 tests/gpu/context_parallel.py
         alone te_models tests/gpu/te_backend.py
         ;;
-    cp4) together cp4 4 tests/gpu/context_parallel.py ;;
-    te4) together te4 4 tests/gpu/te_backend.py ;;
+    cp4)
+        references
+        together cp4 4 tests/gpu/context_parallel.py
+        ;;
+    te4)
+        references
+        together te4 4 tests/gpu/te_backend.py
+        ;;
     *) echo "no group $group" ;;
     esac
     wait

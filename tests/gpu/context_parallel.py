@@ -23,9 +23,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-with contextlib.suppress(ImportError, OSError):  # it must come before torch loads its own cuDNN
-    import transformer_engine.pytorch  # noqa: F401
-
 import lightning as L
 import torch
 from torch import Tensor

@@ -8,22 +8,21 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import transformer_engine.pytorch  # noqa: F401  (it must come before torch loads its own cuDNN)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from torch import Tensor
-from transformer_engine.pytorch.utils import get_cudnn_version
 
 from lightning_megatron.initialize import materialize
 from lightning_megatron.layers.rope import Rope
 from lightning_megatron.layers.sequence import SequenceContext
 from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, Scales, TeBackend
 from lightning_megatron.layers.te_backend.attention import NarrowAttention
+from lightning_megatron.layers.te_backend.library import load
 from lightning_megatron.layers.te_backend.operations import Rotation
 from lightning_megatron.layers.te_backend.scales import AttentionSlots
 from lightning_megatron.layers.te_backend.te_operations import TeOperations
@@ -227,7 +226,8 @@ def times(sizes: Sizes, device: torch.device) -> str:
 def main() -> None:
     """Run all; a failure does not stop the others."""
     device = torch.device("cuda", 0)
-    print(f"cuDNN {get_cudnn_version()}", flush=True)
+    load()
+    print(f"cuDNN {import_module('transformer_engine.pytorch.utils').get_cudnn_version()}", flush=True)
     cases: dict[str, Callable[[], str]] = {}
     for sizes in ((256, 2, 4, 2), (1024, 1, 8, 8), (2048, 1, 32, 8)):
         cases[f"operations {sizes}"] = lambda sizes=sizes: against_plain(sizes, device)

@@ -8,7 +8,6 @@ torchrun --no-python --nproc-per-node 2 bash tests/gpu/one_gpu_ranks.sh tests/gp
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import statistics
@@ -20,9 +19,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-with contextlib.suppress(ImportError, OSError):
-    import transformer_engine.pytorch  # noqa: F401  (it must come before torch loads its own cuDNN)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

@@ -10,7 +10,6 @@ handed over in 16 bits then.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import sys
@@ -24,9 +23,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or products are not deterministic
-with contextlib.suppress(ImportError, OSError):
-    import transformer_engine.pytorch  # noqa: F401  (before torch loads its own cuDNN)
-
 import lightning as L
 import torch
 from torch import Tensor

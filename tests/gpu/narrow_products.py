@@ -9,16 +9,12 @@ python tests/gpu/narrow_products.py kernel    without models
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-with contextlib.suppress(ImportError, OSError):
-    import transformer_engine.pytorch  # noqa: F401  (it must come before torch loads its own cuDNN)
 
 import torch
 from torch import Tensor

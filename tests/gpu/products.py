@@ -5,15 +5,11 @@ python tests/gpu/products.py          all
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-with contextlib.suppress(ImportError, OSError):
-    import transformer_engine.pytorch  # noqa: F401  (it must come before torch loads its own cuDNN)
 
 import torch
 from torch import Tensor

@@ -16,6 +16,7 @@ from lightning_megatron.layers.rope import Rope, RopeTables
 from lightning_megatron.layers.sequence import SequenceContext
 from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, Scales, TeBackend
 from lightning_megatron.layers.te_backend.attention import NarrowAttention, NarrowCoreAttention
+from lightning_megatron.layers.te_backend.scales import remember
 from lightning_megatron.layers.te_backend.te_attention import _apart, _joined
 from lightning_megatron.layers.torch_backend import CausalAttention
 from lightning_megatron.mesh import Mesh
@@ -78,6 +79,16 @@ def test_magnitudes_of_the_first_step_bound_those_of_the_second() -> None:
     for name, before, after in zip(("qkv", "out", "grad_out", "grad_scores", "grad_qkv"), noted, met, strict=True):
         assert after <= before * (1.0 if name in ("qkv", "grad_out", "grad_scores") else 1.1), name
         assert after > before * (2.0**-12 if name == "grad_scores" else 0.9), name
+
+
+def test_one_launch_notes_no_slot_twice() -> None:
+    core, scales = attention()
+    scales.prepare(CPU)
+    numbers = [torch.tensor([value]) for value in (1.0, 3.0, 2.0)]
+    with pytest.raises(AssertionError, match="given twice"):  # on a GPU any of the three might be the last to write
+        remember([core.slots.qkv] * 3, numbers)
+    remember([core.slots.qkv, core.slots.out, core.slots.grad_out], numbers)
+    assert [float(amax) for amax in scales.tensors[2]] == [1.0, 3.0, 2.0, 0.0, 0.0]
 
 
 def test_evaluation_leaves_no_trace_in_the_factors_of_attention() -> None:

@@ -197,13 +197,13 @@ class _NoteInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, slots: AttentionSlots) -> tuple[Tensor, Tensor, Tensor]:
         ctx.slots = slots
-        remember([slots.qkv] * 3, [_largest(x) for x in (q, k, v)])
+        remember([slots.qkv], [_largest(q, k, v)])
         return q.view_as(q), k.view_as(k), v.view_as(v)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        remember([ctx.slots.grad_qkv] * 3, [_largest(grad) for grad in grads])
+        remember([ctx.slots.grad_qkv], [_largest(*grads)])
         return *grads, None
 
 
@@ -231,6 +231,6 @@ class _NoteResult(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _largest(x: Tensor) -> Tensor:
-    largest: Tensor = torch.linalg.vector_norm(x.detach(), float("inf"), dtype=torch.float32)
-    return largest.view(1)
+def _largest(*tensors: Tensor) -> Tensor:
+    each = [torch.linalg.vector_norm(x.detach(), float("inf"), dtype=torch.float32) for x in tensors]
+    return torch.stack(each).amax(0, keepdim=True)

@@ -234,7 +234,8 @@ class AttentionSlots:
 
 
 def remember(slots: list[Slot], magnitudes: list[Tensor]) -> None:
-    """Let later steps know of largest magnitudes, fp32 ``[1]`` each."""
+    """Let later steps know of largest magnitudes, fp32 ``[1]`` each, of different slots: one launch writes them in no order."""
+    assert len({id(slot) for slot in slots}) == len(slots), "a slot is given twice"
     torch._foreach_maximum_([slot.amax for slot in slots], magnitudes)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels import available
+from lightning_megatron.layers.te_backend.library import load
 from lightning_megatron.layers.te_backend.operations import Heads, Narrow, Rotation
 from lightning_megatron.layers.te_backend.scales import WEIGHTS_SCALE, AttentionSlots, Slot, remember
 
@@ -38,7 +39,7 @@ class TeAttention:
     """
 
     def __init__(self, device: torch.device, *, fused: bool = True) -> None:
-        te = import_module("transformer_engine.pytorch")
+        te = load()
         found = import_module("transformer_engine.pytorch.utils").get_cudnn_version()
         if tuple(found) < _LEAST_CUDNN:
             raise ValueError(
@@ -58,6 +59,8 @@ class TeAttention:
         self._dtypes = te.constants.TE_DType
         self._device = device
         self._weights_scale = torch.full((1,), WEIGHTS_SCALE, device=device)
+        self._unread = torch.zeros(1, device=device)  # where magnitudes go that nobody asks for
+        self._zeros: Any = import_module("lightning_megatron.kernels.narrow").ZeroCells(device) if available() else None
         self._lengths: dict[tuple[int, int], Tensor] = {}
         self._kernels: Any = _checked_kernels(device) if fused and available() else None
 
@@ -65,7 +68,7 @@ class TeAttention:
         self, given: Tensor | Heads, slots: AttentionSlots, *, rotation: Rotation | None, record: bool
     ) -> tuple[Narrow, list[Tensor]]:
         """See ``Operations.attend``."""
-        met = self._magnitudes(3)
+        met = self._magnitudes(2)
         parts, scale_inv = self._narrowed(given, slots.qkv, met[0], rotation)
         size, batch, heads, dim = parts[0].shape
         lengths = self._lengths_of(batch, size)
@@ -78,14 +81,14 @@ class TeAttention:
             *(self._holding(part, scale_inv, slots.qkv.dtype) for part in parts),
             torch.bfloat16,
             self._engine,
-            s_quantizer=self._made(self._weights_scale, torch.float8_e4m3fn, met[1]),
-            o_quantizer=self._made(slots.out.scale, slots.out.dtype, met[2]),
+            s_quantizer=self._made(self._weights_scale, torch.float8_e4m3fn, self._unread),
+            o_quantizer=self._made(slots.out.scale, slots.out.dtype, met[1]),
             attn_scale=dim**-0.5,
             **_LAYOUT,
             **_PATTERN,
         )
         if record:
-            remember([slots.qkv, slots.out], [met[0], met[2]])
+            remember([slots.qkv, slots.out], met)
         result = self._holding(out._data.view(size * batch, heads * dim), out._scale_inv, slots.out.dtype)
         return result, [*parts, out._data.view(size, batch, heads, dim), scale_inv, out._scale_inv, *aux]
 
@@ -110,7 +113,7 @@ class TeAttention:
             torch.bfloat16,
             kept[6:],
             self._engine,
-            s_quantizer=self._made(self._weights_scale, torch.float8_e4m3fn, torch.zeros_like(met[0])),
+            s_quantizer=self._made(self._weights_scale, torch.float8_e4m3fn, self._unread),
             dp_quantizer=self._made(slots.grad_scores.scale, slots.grad_scores.dtype, met[1]),
             dqkv_quantizer=self._made(slots.grad_qkv.scale, slots.grad_qkv.dtype, met[2]),
             attn_scale=dim**-0.5,
@@ -138,7 +141,7 @@ class TeAttention:
             tables = rotation.tables
             if self._kernels is not None and self._kernels.fits(given, tables.cos):
                 options = {"cos": tables.cos, "sin": tables.sin, "scale": slot.scale, "amax": met}
-                return list(self._kernels.rotate_narrow(given.contiguous(), rotation.heads, **options)), slot.scale.reciprocal()
+                return list(self._kernels.rotate_narrow(given.contiguous(), rotation.heads, **options)), slot.scale_inv
             given = rotation.turned(given)
         assert isinstance(given, tuple)
         narrow = self._made(slot.scale, slot.dtype, met)(_joined(*given))
@@ -157,6 +160,8 @@ class TeAttention:
 
     def _magnitudes(self, num: int) -> list[Tensor]:
         """Zeros, ``[1]`` each, that kernels raise; 16 bytes from each other."""
+        if self._zeros is not None:
+            return [self._zeros.take() for _ in range(num)]
         return [row[:1] for row in torch.zeros((num, 4), device=self._device).unbind()]
 
     def _lengths_of(self, batch: int, size: int) -> Tensor:

@@ -24,6 +24,7 @@ from lightning_megatron.kernels import available
 from lightning_megatron.kernels.products import current_products
 from lightning_megatron.kernels.tuned_products import TunedProducts
 from lightning_megatron.layers.backend import Activation
+from lightning_megatron.layers.te_backend.library import load
 from lightning_megatron.layers.te_backend.operations import Heads, Narrow, Rotation
 from lightning_megatron.layers.te_backend.options import Fp8Options
 from lightning_megatron.layers.te_backend.scales import AttentionSlots, Slot
@@ -42,7 +43,7 @@ class TeOperations(TeProducts):
     """
 
     def __init__(self, options: Fp8Options | None, *, device: torch.device, fused: bool = True) -> None:
-        te = import_module("transformer_engine.pytorch")
+        te = load()
         self._options, self._device, self._dtypes = options, device, te.constants.TE_DType
         self._tex: Any = import_module("transformer_engine_torch")
         self._gemm: Callable[..., Any] = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
