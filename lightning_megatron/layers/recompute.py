@@ -31,7 +31,14 @@ from lightning_megatron.layers.instead import Instead, Layer, layers_of, take_ba
 from lightning_megatron.layers.mlp import MLP, GatedMLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.te_backend.attention import NarrowCoreAttention
-from lightning_megatron.layers.te_backend.modules import FusedColumnLinear, FusedGatedMLP, FusedMLP, NarrowRMSNorm
+from lightning_megatron.layers.te_backend.modules import (
+    FusedColumnLinear,
+    FusedGatedMLP,
+    FusedMLP,
+    FusedRowLinear,
+    NarrowRMSNorm,
+    part_wrapped,
+)
 from lightning_megatron.pipeline.model import PipelineModel
 
 PRESETS: dict[str, tuple[str, ...]] = {"full": ("layer",), "selective": ("norm", "mlp_act")}
@@ -39,7 +46,7 @@ NAMES = ("layer", "mlp", "mlp_act", "norm", "attention_core")
 _NORMS = (RMSNorm, LayerNorm, nn.LayerNorm, nn.RMSNorm)
 _ACTIVATIONS = (nn.GELU, nn.SiLU, nn.Mish)  # they keep their input; one that keeps its output has nothing to drop
 _MLPS = (MLP, GatedMLP)
-_FUSED_MLPS = (FusedMLP, FusedGatedMLP)  # the activation is part of the linear behind it
+_FUSED_MLPS = (FusedMLP, FusedGatedMLP)  # the activation is part of the linear behind it, where nobody looks in between
 
 
 @dataclass(frozen=True)
@@ -197,18 +204,20 @@ def undo(module: nn.Module) -> None:
             child._activation = child._activation.activation
         if isinstance(child, _FUSED_MLPS):
             _activate_again(child, False)
-        if isinstance(child, FusedColumnLinear) and child.job.given is not None:
+        if isinstance(child, (FusedColumnLinear, FusedRowLinear)) and child.job.given is not None:
             child.job.given.slot = child.job.input_slot
+    part_wrapped(module)
 
 
 def _activate_again(mlp: Any, again: bool) -> None:
-    mlp.down.job = replace(mlp.down.job, activates_again=again)
+    if isinstance(mlp.down, FusedRowLinear):
+        mlp.down.job = replace(mlp.down.job, activates_again=again)
 
 
 def _drop(module: nn.Module, outputs: DroppedOutputs) -> None:
     if isinstance(module, _FUSED_MLPS):
         _activate_again(module, True)
-    elif isinstance(module, _MLPS):
+    if isinstance(module, _MLPS):
         module._activation = _DroppedActivation(module._activation, outputs)
     else:
         _Dropped(module, outputs).put()

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.layers.core_attention import CoreAttention
 from lightning_megatron.layers.sequence import SequenceContext
-from lightning_megatron.layers.te_backend.functions import Handoff, stand_in
+from lightning_megatron.layers.te_backend.handoff import Handoff, goes_unheard, stand_in
 from lightning_megatron.layers.te_backend.modules import FusedRowLinear, is_aligned
 from lightning_megatron.layers.te_backend.operations import Heads, Operations, Rotation
 from lightning_megatron.layers.te_backend.scales import AttentionSlots, Scales, remember
@@ -84,7 +84,9 @@ class NarrowCoreAttention(CoreAttention):
                 "fp8_attention=True attends causally to whole rows of one document: packed documents, sliding windows and "
                 "causal=False are not there in 8 bits. Set fp8_attention=False for them."
             )
-        attended: Tensor = self.plain(q, k, v, context, heads=heads)
+        plain: Any = self.plain
+        plain.is_heard = not goes_unheard(self, plain, *self.takers)
+        attended: Tensor = plain(q, k, v, context, heads=heads)
         return attended
 
 
@@ -102,7 +104,8 @@ class NarrowAttention(nn.Module):
         self.operations, self.scales = operations, scales
         self.slots = AttentionSlots.of(scales)
         self.handoff = Handoff()
-        """To the linear behind it, if it has a slot. See Note [Handed over in 8 bits] in ``functions.py``."""
+        """To the linear behind it, if it has a slot. See Note [Handed over in 8 bits]."""
+        self.is_heard = False
         self._in_16_bits = CausalAttention(dropout=0.0, mesh=mesh)
 
     def forward(
@@ -128,7 +131,7 @@ class NarrowAttention(nn.Module):
         if missing:  # behind the others, where nobody sees them
             one, two, three = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in given)
             given = one, two, three
-        handoff = self.handoff if not missing and is_aligned(q, self.scales) else None
+        handoff = self.handoff if not missing and is_aligned(q, self.scales) and not self.is_heard else None
         call = _Call(self.operations, self.slots, rotation, handoff, torch.is_grad_enabled())
         tensors = given if isinstance(given, tuple) else (given, None, None)
         result: Tensor = _Attend.apply(*tensors, call)  # type: ignore[no-untyped-call]

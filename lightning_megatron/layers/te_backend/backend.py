@@ -91,6 +91,8 @@ class TeBackend(TorchBackend):
             scales=self.scales,
             given=given,
         )
+        if isinstance(before, NarrowRMSNorm):
+            before.takers = (linear,)
         return before, linear
 
     def row_linear(

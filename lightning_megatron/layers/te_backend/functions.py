@@ -4,21 +4,12 @@ Note [Overlap]
 The column layer's backward reduces the input gradient over tp beside the weight gradient's product. Under sequence
 parallelism in 8 bits the gathered input is kept (one byte for each element of the whole sequence); otherwise this rank's
 part is kept and gathered again beside the input gradient's product.
-
-Note [Handed over in 8 bits]
-Between the norm and the column layer behind it and between 8-bit attention and the row layer behind it, forward, and between
-the row layer and the gated column layer before it and between the rotation and the projection before it, backward, only 8
-bits are needed, of a tensor that nobody else uses. It goes through a ``Handoff``, so that it is never written in 16 bits;
-autograd sees a tensor that takes no memory, a NaN in all places, in its place. Likewise a gated column layer may hand over
-what the activation makes of its result, beside the result itself; the row layer that finds nothing makes the same from that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from math import nan
 from typing import Any
 
 import torch
@@ -28,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.norm import _AddNorm
 from lightning_megatron.layers.rope import RotateFused
+from lightning_megatron.layers.te_backend.handoff import Handoff, stand_in
 from lightning_megatron.layers.te_backend.operations import Narrow, Operations, Rotation
 from lightning_megatron.layers.te_backend.pieces import gathered, gathered_product, summed_product
 from lightning_megatron.layers.te_backend.scales import Slot
@@ -88,24 +80,6 @@ class WeightCache:
         self._key = None
         if not self.is_pinned:
             self._narrow = None
-
-
-@dataclass
-class Handoff:
-    """A place for one narrow matrix. See Note [Handed over in 8 bits].
-
-    Args:
-        slot: its factor.
-        narrow: what is handed over.
-    """
-
-    slot: Slot | None = None
-    narrow: Narrow = None
-
-    def take(self) -> Narrow:
-        """What is here, once; ``None`` if there is nothing."""
-        narrow, self.narrow = self.narrow, None
-        return narrow
 
 
 @dataclass
@@ -336,17 +310,6 @@ class RowLinear(torch.autograd.Function):
                 put=lambda total: ops.add_weight_gradient(kept, narrow, total, add=False),
             )
         return grad_x, grad_weight, None, grad if ctx.needs_input_grad[3] else None
-
-
-def stand_in(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """What autograd sees of a tensor that is handed over."""
-    return _nan(like.dtype, like.device).expand(shape)
-
-
-@cache
-def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # or no gradient could come through a stand-in
-        return torch.full((), nan, dtype=dtype, device=device)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatron.layers.attention import Attention
 from lightning_megatron.layers.backend import Activation
 from lightning_megatron.layers.mlp import MLP, GatedMLP
 from lightning_megatron.layers.norm import RMSNorm
@@ -19,7 +20,6 @@ from lightning_megatron.layers.rope import RopeTables, rotate_fused
 from lightning_megatron.layers.te_backend.functions import (
     AddNarrowNorm,
     ColumnLinear,
-    Handoff,
     Job,
     RotatedCall,
     RotateNarrow,
@@ -27,6 +27,7 @@ from lightning_megatron.layers.te_backend.functions import (
     Turning,
     WeightCache,
 )
+from lightning_megatron.layers.te_backend.handoff import Handoff, goes_unheard
 from lightning_megatron.layers.te_backend.operations import Heads, Operations, Rotation
 from lightning_megatron.layers.te_backend.scales import Scales
 from lightning_megatron.mesh import Mesh
@@ -48,11 +49,13 @@ class NarrowRMSNorm(RMSNorm):
         self._operations, self._is_cut = operations, mesh.sequence_parallel
         self.handoff = Handoff()
         """To the linear, whose input slot it holds."""
+        self.takers: tuple[nn.Module, ...] = ()
+        """That linear; in a tuple, so that it is no part of this module."""
 
     def forward(self, hidden: Tensor, added: Tensor | None = None, *, keep: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """See ``RMSNorm.forward``; the norm may be a stand-in that only the linear behind it can use."""
         slot = self.handoff.slot
-        if slot is None or self._is_cut or not is_aligned(hidden, slot.scales):
+        if slot is None or self._is_cut or not is_aligned(hidden, slot.scales) or not goes_unheard(self, *self.takers):
             return super().forward(hidden, added, keep=keep)
         slot.scales.prepare(hidden.device)
         record = torch.is_grad_enabled()
@@ -117,7 +120,7 @@ class FusedColumnLinear(ColumnParallelLinear):
         The gradient comes back in 8 bits, rotated and rounded in one pass. See Note [Handed over in 8 bits].
         """
         ranks = self.job.axis.size if self.job.sequence_parallel else 1
-        hands_over = self.scales is not None and self.bias is None and torch.is_grad_enabled()
+        hands_over = self.scales is not None and self.bias is None and torch.is_grad_enabled() and goes_unheard(self)
         if not hands_over or self.scales is None or not is_aligned(x, self.scales, ranks=ranks):
             return rotate_fused(self(x), heads, head_dim=tables.cos.shape[-1], tables=tables)
         handoff, turning = Handoff(), Turning(Rotation(heads, tables))
@@ -207,8 +210,9 @@ class FusedGatedMLP(GatedMLP):
 
     def forward(self, hidden: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """See ``GatedMLP.forward``."""
-        up: Any = self.gate_up
-        down: Any = self.down
+        up, down = self.gate_up, self.down
+        if not isinstance(up, FusedColumnLinear) or not isinstance(down, FusedRowLinear) or not goes_unheard(up, down):
+            return super().forward(hidden, residual=residual)
         # The bias's gradient is summed from the gradient in 16 bits, which a handoff never makes.
         handoff = Handoff() if up.bias is None and torch.is_grad_enabled() else None
         padded = _padded(hidden, up.scales, up.job)
@@ -230,7 +234,9 @@ class FusedMLP(MLP):
 
     def forward(self, hidden: Tensor, *, residual: Tensor | None = None) -> Tensor:
         """See ``MLP.forward``."""
-        down: Any = self.down
+        down = self.down
+        if not isinstance(down, FusedRowLinear) or not goes_unheard(down):
+            return super().forward(hidden, residual=residual)
         transformed: Tensor = down(self.up(hidden), "gelu", **onto(residual))
         return transformed
 
@@ -250,6 +256,16 @@ def make_weights(module: nn.Module, changed: Collection[nn.Parameter]) -> None:
             cache = child.job.cache
             if cache.is_used and id(child.weight) in ids:
                 cache.get(child.weight, child.job.operations, child.scales.epoch)
+
+
+def part_wrapped(module: nn.Module) -> None:
+    """Hand nothing to linears inside of somebody else's module (an adapter), whose other parts would be given NaN."""
+    for parent in module.modules():
+        if isinstance(parent, (Attention, MLP, GatedMLP)):
+            continue
+        for child in parent.children():
+            if isinstance(child, (FusedColumnLinear, FusedRowLinear)) and child.job.given is not None:
+                child.job.given.slot = None
 
 
 def narrow_weights(module: nn.Module) -> dict[nn.Parameter, list[WeightCache]]:
