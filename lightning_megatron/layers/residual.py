@@ -55,9 +55,8 @@ def _does_nothing(dropout: nn.Module) -> bool:
     return idle and is_bare(dropout) and not dropout._forward_pre_hooks
 
 
-def is_bare(module: nn.Module, *, besides: type | None = None) -> bool:
-    """Whether nothing sees the module's result or its named arguments; ``besides``: what may stand in its ``forward``."""
+def is_bare(module: nn.Module) -> bool:
+    """Whether nothing sees the module's result or its named arguments."""
     hooks = (module._forward_hooks, module._forward_pre_hooks_with_kwargs, module._backward_hooks, module._backward_pre_hooks)
     of_all = _has_any_global_hook()  # type: ignore[no-untyped-call]
-    instead = vars(module).get("forward")
-    return not any(hooks) and not of_all and (instead is None or (besides is not None and isinstance(instead, besides)))
+    return not any(hooks) and not of_all and "forward" not in vars(module)

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import nan
+from types import NoneType
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from lightning_megatron.layers.instead import Instead
-from lightning_megatron.layers.residual import is_bare
 from lightning_megatron.layers.te_backend.operations import Narrow
 from lightning_megatron.layers.te_backend.scales import Slot
 
@@ -45,12 +46,21 @@ class Handoff:
 
 
 def goes_unheard(*modules: nn.Module) -> bool:
-    """Whether nobody sees, or changes, what these are given and return; what runs a module again, or waits for it, does not."""
-    return all(
-        is_bare(module, besides=Instead)
-        and all(getattr(hook, "only_waits", False) for hook in module._forward_pre_hooks.values())
-        for module in modules
-    )
+    """Whether nobody sees, or changes, what these are given and return; what runs a module again, or waits for it, does not.
+
+    Asked for each layer of each micro-batch, so in few steps.
+    """
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return False
+    for module in modules:
+        if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return False
+        if not isinstance(vars(module).get("forward"), (Instead, NoneType)):
+            return False
+        for hook in module._forward_pre_hooks.values():
+            if not getattr(hook, "only_waits", False):
+                return False
+    return True
 
 
 def stand_in(like: Tensor, shape: Sequence[int]) -> Tensor:
