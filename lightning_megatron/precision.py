@@ -251,7 +251,7 @@ class MegatronPrecision(Precision):
         """The loss scale, in fp16, and what ``delayed`` FP8 remembers."""
         state = {} if self.scaler is None else self.scaler.state_dict()
         memory = [scales.state_dict() for scales in self._scales]
-        return {**state, "fp8": memory} if any(memory) else state
+        return {**state, "fp8": memory} if memory else state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -260,8 +260,8 @@ class MegatronPrecision(Precision):
         memory = state.pop("fp8", [])
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
-        for scales, saved in zip(self._scales, memory, strict=False):
-            scales.load_state_dict(saved)
+        for index, scales in enumerate(self._scales):
+            scales.load_state_dict(memory[index] if index < len(memory) else {})
 
     def use_scales(self, scales: list[Scales], reduce_max: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """The FP8 factors of the model that is trained; they move with the optimizer's steps. All ranks call it alike.

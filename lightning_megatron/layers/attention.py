@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lightning_megatron.layers.backend import Backend
-from lightning_megatron.layers.residual import can_take, is_bare, onto
+from lightning_megatron.layers.residual import announce, can_take, is_bare, onto
 from lightning_megatron.layers.rope import rotate_fused
 from lightning_megatron.layers.sequence import SequenceContext
 from lightning_megatron.tensor_parallel.linear import ColumnParallelLinear, OutPart
@@ -97,6 +97,7 @@ class Attention(nn.Module):
     def _attend(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[S/tp, B, H] -> [S, B, h/tp * d]``."""
         sizes: list[int] = list(self.qkv.part_sizes)  # type: ignore[arg-type]
+        announce(self.core, self.out)
         if context.rope is not None and self.q_norm is None and self.k_norm is None:
             heads = (sizes[0] // self.head_dim, sizes[1] // self.head_dim)
             if getattr(self.core, "rotates", False):  # in one pass with what it does next

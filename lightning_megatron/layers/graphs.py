@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from lightning_megatron.layers.core_attention import CoreAttention
 from lightning_megatron.layers.dropout import Dropout
@@ -54,6 +55,8 @@ class LayerGraphs:
         self._running: tuple[CapturedLayers, Lease, SequenceContext] | None = None
         self._next = 0
         self._has_warned = False
+        self._children: list[nn.Module] | None = None
+        self._num_hooks = 0
         self.num_replayed = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerGraphs:
@@ -99,20 +102,35 @@ class LayerGraphs:
         key = _key(hidden, context)
         if self._captured is not None and not self._captured.is_valid:
             self._captured, self._num_seen = None, 0
+        if not all(scales.is_warm or not scales.keeps_history for scales in self._scales):
+            self._num_seen = 0  # without a history of magnitudes layers do other things than with one
+            return None
         if self._captured is None:
-            # Without a history of magnitudes layers do other things than with one.
-            is_warm = all(scales.is_warm or not scales.keeps_history for scales in self._scales)
-            self._num_seen = (self._num_seen + 1 if key == self._key else 1) if is_warm else 0
+            self._num_seen = self._num_seen + 1 if key == self._key else 1
             self._key = key
             if self._num_seen <= WARM_UP or not self._can_capture():
                 return None
             self._num_captures += 1
-            self._captured = self._capture(hidden, context)
+            self._captured, self._num_hooks = self._capture(hidden, context), self._count_hooks()
+        elif self._count_hooks() != self._num_hooks:
+            self._warn("modules inside of layers have got hooks since, which a replay would not run")
+            return None
         lease = self._captured.begin(context) if key == self._key else None
         if lease is None:
             return None
         self.num_replayed += 1
         return self._captured, lease, context
+
+    def _count_hooks(self) -> int:
+        """Of all modules inside of the layers, what stands in their ``forward`` included."""
+        if self._children is None:
+            modules = (child for layer in self._layers for child in layer.module.modules() if child is not layer.module)
+            self._children = list(modules)
+        count = 1000 * bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+        for child in self._children:
+            count += len(child._forward_hooks) + len(child._forward_pre_hooks) + ("forward" in vars(child))
+            count += len(child._backward_hooks) + len(child._backward_pre_hooks)
+        return count
 
     def _can_capture(self) -> bool:
         if self._num_captures == _MOST:

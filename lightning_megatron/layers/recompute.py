@@ -37,7 +37,6 @@ from lightning_megatron.layers.te_backend.modules import (
     FusedMLP,
     FusedRowLinear,
     NarrowRMSNorm,
-    part_wrapped,
 )
 from lightning_megatron.pipeline.model import PipelineModel
 
@@ -206,7 +205,6 @@ def undo(module: nn.Module) -> None:
             _activate_again(child, False)
         if isinstance(child, (FusedColumnLinear, FusedRowLinear)) and child.job.given is not None:
             child.job.given.slot = child.job.input_slot
-    part_wrapped(module)
 
 
 def _activate_again(mlp: Any, again: bool) -> None:

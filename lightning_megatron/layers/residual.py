@@ -60,3 +60,10 @@ def is_bare(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks_with_kwargs, module._backward_hooks, module._backward_pre_hooks)
     of_all = _has_any_global_hook()  # type: ignore[no-untyped-call]
     return not any(hooks) and not of_all and "forward" not in vars(module)
+
+
+def announce(module: nn.Module, taker: nn.Module) -> None:
+    """Tell a module whom its next result goes to, alone: one that is ``announced`` may pass that on in another form."""
+    announced = getattr(module, "announced", None)
+    if announced is not None:
+        announced(taker)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from lightning_megatron.layers.autocast import without_autocast
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.norm import add_and_norm
-from lightning_megatron.layers.residual import into_residual
+from lightning_megatron.layers.residual import announce, into_residual
 from lightning_megatron.layers.sequence import SequenceContext
 from lightning_megatron.mesh import Mesh
 
@@ -40,8 +40,10 @@ class TransformerLayer(nn.Module):
     @without_autocast
     def forward(self, hidden: Tensor, context: SequenceContext) -> Tensor:
         """``[S/tp, B, H] -> [S/tp, B, H]`` under sequence parallelism, else ``[S, B, H] -> [S, B, H]``."""
+        announce(self.attn_norm, self.attn)
         hidden, normed = add_and_norm(self.attn_norm, hidden)
         hidden, added = into_residual(self.attn, hidden, normed, context, dropout=self.attn_dropout)
+        announce(self.mlp_norm, self.mlp)
         hidden, normed = add_and_norm(self.mlp_norm, hidden, added)
         hidden, added = into_residual(self.mlp, hidden, normed, dropout=self.mlp_dropout)
         return hidden if added is None else hidden + added

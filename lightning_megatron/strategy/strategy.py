@@ -43,15 +43,15 @@ from lightning_megatron.sequence_batch import ShardBatch
 from lightning_megatron.step import TrainingEngine
 from lightning_megatron.strategy import loaders, options
 from lightning_megatron.strategy.environment import set_environment
+from lightning_megatron.strategy.evaluation import EvaluatingStrategy
 from lightning_megatron.strategy.full_state import full_state_dict
 from lightning_megatron.strategy.garbage import GarbageCollection
 from lightning_megatron.strategy.num_batches import same_num_batches
 from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.strategy.report import print_layout
-from lightning_megatron.strategy.steps import SteppingStrategy
 
 
-class MegatronStrategy(SteppingStrategy):
+class MegatronStrategy(EvaluatingStrategy):
     """Train a LightningModule under tensor, sequence, context, pipeline and ZeRO-1 data parallelism.
 
     What is left of the world after ``tp * cp * pp`` are data-parallel replicas.
@@ -349,28 +349,6 @@ class MegatronStrategy(SteppingStrategy):
         size = self._micro_batch_size
         if batch_size is not None and size is not None:
             options.check_num_microbatches(self._schedule, self._ready.placement, batch_size=batch_size, micro_batch_size=size)
-
-    # Garbage
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._garbage.start()
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self._garbage.step(self._module.trainer.global_step)
-
-    @override
-    def on_validation_start(self) -> None:
-        self._garbage.pause()
-        super().on_validation_start()
-
-    @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self._garbage.resume()
 
     # Ends
 

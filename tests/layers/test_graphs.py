@@ -295,6 +295,23 @@ def test_a_copy_of_the_model_runs_without_graphs() -> None:
     assert graphs_of(model) == [graphs]
 
 
+def test_a_hook_that_comes_after_the_capture_is_run() -> None:
+    (eager, _), (graphed, (graphs,)) = opened(LLAMA_GQA, graphs=False), opened(LLAMA_GQA, graphs=True)
+    seen: list[nn.Module] = []
+    for step in range(WARM_UP + 3):
+        if step == WARM_UP + 1:
+            handle = graphed.layers[0].mlp.down.register_forward_hook(lambda module, args, result: seen.append(module))
+        if step == WARM_UP + 2:
+            handle.remove()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert backward(graphed, step) == backward(eager, step)
+        assert bool(said) == (step == WARM_UP + 1)
+        assert_same(graphed, eager)
+    assert len(seen) == 1
+    assert graphs.num_replayed == 2
+
+
 def test_graphs_that_are_let_go_are_gone_and_made_again() -> None:
     (eager, _), (graphed, (graphs,)) = opened(LLAMA_GQA, graphs=False), opened(LLAMA_GQA, graphs=True)
     for step in range(2 * WARM_UP + 2):

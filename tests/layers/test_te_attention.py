@@ -188,6 +188,7 @@ def test_a_result_that_is_handed_over_in_8_bits_is_the_one_that_is_rounded_twice
     core: Any = block.core
     with torch.no_grad():
         fused = block.qkv(hidden)
+        core.announced(block.out)
         stand_in = core(fused, None, None, SequenceContext(16, 16, rope=tables), heads=(8, 4))
         assert stand_in.isnan().all()
         assert core.plain.handoff.take() is not None

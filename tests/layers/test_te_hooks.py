@@ -43,7 +43,8 @@ def _half(value: Any) -> Any:
 
 PLACES: list[tuple[str, Change]] = [
     *((name, results) for name in ("attn_norm", "mlp_norm", "attn.qkv", "attn.core", "attn.out", "mlp.gate_up", "mlp.down")),
-    *((name, inputs) for name in ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")),
+    *((name, results) for name in ("attn", "mlp")),
+    *((name, inputs) for name in ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down", "attn", "mlp")),
     *((name, gradients_of_results) for name in ("attn_norm", "attn.qkv", "attn.core", "mlp.gate_up")),
     *((name, gradients_of_inputs) for name in ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")),
 ]
@@ -96,12 +97,12 @@ def test_a_hook_is_shown_numbers() -> None:
     shown: list[bool] = []
 
     def look(module: nn.Module) -> None:
-        for name in ("attn_norm", "mlp_norm", "attn.qkv", "attn.core", "attn.out", "mlp.gate_up", "mlp.down"):
+        for name in ("attn_norm", "mlp_norm", "attn", "mlp", "attn.qkv", "attn.core", "attn.out", "mlp.gate_up", "mlp.down"):
             child = module.get_submodule(name)
             child.register_forward_hook(lambda module, args, result: shown.append(bool(args[0].isfinite().all())))
 
     trained(Fp8Options(attention=True), look, "")
-    assert len(shown) == 14
+    assert len(shown) == 18
     assert all(shown)
 
 
@@ -142,3 +143,54 @@ def test_what_an_adapter_adds_is_added(names: tuple[str, ...], attention: bool) 
 def test_what_runs_a_module_again_is_no_hook(way: str) -> None:
     found = trained(Fp8Options(attention=True), way=way)
     assert all(torch.equal(one, other) for one, other in zip(found, trained(Fp8Options(attention=True)), strict=True))
+
+
+class Beside(nn.Module):
+    """A block with something beside it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, *args: Any) -> Any:
+        """The block's result, and more."""
+        return self.block(x, *args) + 0.3 * x
+
+
+@pytest.mark.parametrize("name", ["attn", "mlp"])
+def test_what_stands_beside_a_block_is_added(name: str) -> None:
+    def change(layer: Any) -> None:
+        setattr(layer, name, Beside(getattr(layer, name)))
+
+    assert apart(trained(Fp8Options(), change), trained(None, change)) < 0.25
+
+
+@pytest.mark.parametrize("name", ["attn.qkv", "attn.out", "mlp.gate_up", "mlp.down"])
+def test_another_linear_is_given_numbers(name: str) -> None:
+    def change(layer: Any) -> None:
+        parent, _, child = name.rpartition(".")
+        old = layer.get_submodule(name)
+        new = nn.Linear(old.weight.shape[1], old.weight.shape[0], bias=False)
+        new.weight.data.copy_(old.weight.data)
+        new.part_sizes = getattr(old, "part_sizes", None)
+        setattr(layer.get_submodule(parent), child, new)
+
+    assert apart(trained(Fp8Options(attention=True), change), trained(None, change)) < 0.25
+
+
+def test_a_norm_that_somebody_else_calls_returns_numbers_and_leaves_nothing_behind() -> None:
+    options = Fp8Options()
+    backend = TeBackend(PlainOperations(options), options)
+    model = GPT(replace(LLAMA, num_layers=1), seed=5, backend=backend)
+    model(TOKENS, labels=TOKENS.flip(1)).mean().backward()
+    layer: Any = model.layers[0]
+    x, y = torch.randn(8, 2, 64), torch.randn(8, 2, 64)
+    expected = layer.mlp(y)
+    assert layer.mlp_norm(x).isfinite().all()
+    assert torch.equal(layer.mlp(y), expected)
+
+
+def test_anomaly_detection_finds_none() -> None:
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        found = trained(Fp8Options(attention=True))
+    assert apart(found, trained(Fp8Options(attention=True))) < 1e-5

@@ -53,6 +53,7 @@ class NarrowCoreAttention(CoreAttention):
         super().__init__(NarrowAttention(operations, scales, mesh), dropout=0.0, mesh=mesh)
         self.takers: tuple[nn.Module, ...] = ()
         """The linear that may get the result in 8 bits; in a tuple, so that it is no part of this module."""
+        self._goes_to: tuple[nn.Module, ...] = ()
 
     def check_head_dim(self, head_dim: int) -> None:
         """See ``check_head_dim``."""
@@ -60,12 +61,16 @@ class NarrowCoreAttention(CoreAttention):
         check_head_dim(plain.operations, head_dim)
 
     def hand_to(self, linear: nn.Module) -> None:
-        """Let the linear behind it have its result in 8 bits, where that has one factor a tensor."""
+        """Let the linear behind it have its result in 8 bits, where that has one factor a tensor: for both the same."""
         plain: Any = self.plain
         if isinstance(linear, FusedRowLinear) and plain.scales.options.is_per_tensor:
-            linear.job = replace(linear.job, given=plain.handoff)
+            linear.job = replace(linear.job, given=plain.handoff, input_slot=plain.slots.out)
             plain.handoff.slot = linear.job.input_slot
             self.takers = (linear,)
+
+    def announced(self, taker: nn.Module) -> None:
+        """See ``announce``."""
+        self._goes_to = (taker,)
 
     def part(self) -> None:
         """Hand nothing over: one of the two runs again without the other."""
@@ -85,7 +90,8 @@ class NarrowCoreAttention(CoreAttention):
                 "causal=False are not there in 8 bits. Set fp8_attention=False for them."
             )
         plain: Any = self.plain
-        plain.is_heard = not goes_unheard(self, plain, *self.takers)
+        goes_to, self._goes_to, plain.handoff.narrow = self._goes_to, (), None
+        plain.hands_over = bool(goes_to) and goes_to == self.takers and goes_unheard(self, plain, *goes_to)
         attended: Tensor = plain(q, k, v, context, heads=heads)
         return attended
 
@@ -105,7 +111,8 @@ class NarrowAttention(nn.Module):
         self.slots = AttentionSlots.of(scales)
         self.handoff = Handoff()
         """To the linear behind it, if it has a slot. See Note [Handed over in 8 bits]."""
-        self.is_heard = False
+        self.hands_over = False
+        """Whether it may, in this call."""
         self._in_16_bits = CausalAttention(dropout=0.0, mesh=mesh)
 
     def forward(
@@ -120,18 +127,18 @@ class NarrowAttention(nn.Module):
         check_head_dim(self.operations, q.shape[-1] if rotation is None else rotation.head_dim)
         given: Tensor | Heads = q
         missing = -q.shape[0] % self.operations.attention_multiple
-        if rotation is not None and (missing or not self.scales.is_warm):
+        if rotation is not None and (missing or not self.slots.are_known):
             given, rotation = rotation.turned(q), None
         elif k is not None and v is not None:
             given = q, k, v
-        if not self.scales.is_warm:
+        if not self.slots.are_known:
             assert isinstance(given, tuple)
             return self._first(*given, context)
         length = q.shape[0]
         if missing:  # behind the others, where nobody sees them
             one, two, three = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in given)
             given = one, two, three
-        handoff = self.handoff if not missing and is_aligned(q, self.scales) and not self.is_heard else None
+        handoff = self.handoff if not missing and is_aligned(q, self.scales) and self.hands_over else None
         call = _Call(self.operations, self.slots, rotation, handoff, torch.is_grad_enabled())
         tensors = given if isinstance(given, tuple) else (given, None, None)
         result: Tensor = _Attend.apply(*tensors, call)  # type: ignore[no-untyped-call]

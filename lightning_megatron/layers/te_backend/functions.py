@@ -58,7 +58,8 @@ class WeightCache:
         self.is_used = True
         key = (epoch, weight._version, weight.data_ptr()) if self._held is None else ("held",)
         if key != self._key:
-            made = operations.quantize_weight(weight) if self._held is None else operations.held_weight(*self._held)
+            with torch.inference_mode(False):  # or a later training could not use it
+                made = operations.quantize_weight(weight) if self._held is None else operations.held_weight(*self._held)
             self._key = key
             if self.is_pinned and self._narrow is not None:
                 _overwrite(self._narrow, made)

@@ -50,8 +50,8 @@ def goes_unheard(*modules: nn.Module) -> bool:
 
     Asked for each layer of each micro-batch, so in few steps.
     """
-    if _has_any_global_hook():  # type: ignore[no-untyped-call]
-        return False
+    if _has_any_global_hook() or torch.is_anomaly_enabled():  # type: ignore[no-untyped-call]
+        return False  # the latter is after NaN
     for module in modules:
         if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
             return False

@@ -51,11 +51,18 @@ class NarrowRMSNorm(RMSNorm):
         """To the linear, whose input slot it holds."""
         self.takers: tuple[nn.Module, ...] = ()
         """That linear; in a tuple, so that it is no part of this module."""
+        self._goes_to: tuple[nn.Module, ...] = ()
+
+    def announced(self, taker: nn.Module) -> None:
+        """See ``announce``."""
+        self._goes_to = (taker,)
 
     def forward(self, hidden: Tensor, added: Tensor | None = None, *, keep: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """See ``RMSNorm.forward``; the norm may be a stand-in that only the linear behind it can use."""
-        slot = self.handoff.slot
-        if slot is None or self._is_cut or not is_aligned(hidden, slot.scales) or not goes_unheard(self, *self.takers):
+        slot, goes_to = self.handoff.slot, self._goes_to
+        self._goes_to, self.handoff.narrow = (), None
+        hands_over = bool(goes_to) and _begin_with(goes_to, self.takers) and goes_unheard(self, *goes_to, *self.takers)
+        if slot is None or self._is_cut or not is_aligned(hidden, slot.scales) or not hands_over:
             return super().forward(hidden, added, keep=keep)
         slot.scales.prepare(hidden.device)
         record = torch.is_grad_enabled()
@@ -241,6 +248,9 @@ class FusedMLP(MLP):
         return transformed
 
 
+_FIRST: dict[type, str] = {Attention: "qkv", FusedGatedMLP: "gate_up", FusedMLP: "up"}
+
+
 def make_weights(module: nn.Module, changed: Collection[nn.Parameter]) -> None:
     """Make in 8 bits, ahead of the next forward, the weights that layers have multiplied by and that an optimizer has changed.
 
@@ -256,16 +266,6 @@ def make_weights(module: nn.Module, changed: Collection[nn.Parameter]) -> None:
             cache = child.job.cache
             if cache.is_used and id(child.weight) in ids:
                 cache.get(child.weight, child.job.operations, child.scales.epoch)
-
-
-def part_wrapped(module: nn.Module) -> None:
-    """Hand nothing to linears inside of somebody else's module (an adapter), whose other parts would be given NaN."""
-    for parent in module.modules():
-        if isinstance(parent, (Attention, MLP, GatedMLP)):
-            continue
-        for child in parent.children():
-            if isinstance(child, (FusedColumnLinear, FusedRowLinear)) and child.job.given is not None:
-                child.job.given.slot = None
 
 
 def narrow_weights(module: nn.Module) -> dict[nn.Parameter, list[WeightCache]]:
@@ -285,6 +285,12 @@ def _job(linear: Any, operations: Operations, scales: Scales | None, given: Hand
         input_slot, grad_slot = scales.slot(torch.float8_e4m3fn), scales.slot(torch.float8_e5m2)
     options: dict[str, Any] = {"num_pieces": mesh.parallelism.tp_overlap, "given": given}
     return Job(operations, WeightCache(), mesh.tp, mesh.sequence_parallel, input_slot, grad_slot, **options)
+
+
+def _begin_with(blocks: tuple[nn.Module, ...], linears: tuple[nn.Module, ...]) -> bool:
+    """Whether blocks of this package give what they are given to these linears and to nothing else."""
+    name = _FIRST.get(type(blocks[0]))
+    return name is not None and linears == (getattr(blocks[0], name),)
 
 
 def _are_joined(up: nn.Module, down: nn.Module) -> bool:

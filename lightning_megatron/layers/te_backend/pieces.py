@@ -101,7 +101,7 @@ def _multiplier(x: Narrow, multiply: Multiply, job: Job, like: Tensor, size: int
 def _rounded(part: Tensor, slot: Slot, job: Job) -> Narrow:
     """Own rows in 8 bits by the factor of all ranks' rows."""
     amax = slot.amax if job.record else slot.scratch
-    if slot.scales.options.recipe == "delayed" and slot.scales.is_warm:
+    if slot.scales.options.recipe == "delayed" and slot.is_known:
         scale = slot.scale
     else:
         largest = torch.linalg.vector_norm(part, inf, dtype=torch.float32).view(1)

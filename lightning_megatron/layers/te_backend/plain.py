@@ -81,7 +81,7 @@ class PlainOperations:
         amax = x.detach().abs().amax().float().view(1)
         if record:
             torch.maximum(slot.amax, amax, out=slot.amax)
-        if self._options.recipe == "delayed" and slot.scales.is_warm:
+        if self._options.recipe == "delayed" and slot.is_known:
             return _rounded(x, slot.scale, slot.dtype)
         return _rounded(x, own_factor(amax, slot.dtype), slot.dtype)
 

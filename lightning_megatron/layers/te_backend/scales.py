@@ -58,6 +58,9 @@ def own_factor(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where((wanted > 0.0) & (wanted < inf), factor, 1.0)
 
 
+_FIRST_NUMBERS = 1.0, 1.0, 0.0, 0.0, 0.0  # scale, inverse, amax, scratch, guess
+
+
 class Slot:
     """One tensor's factor and largest magnitude.
 
@@ -71,6 +74,11 @@ class Slot:
         self.scales, self.index, self.dtype = scales, index, dtype
         self.quantizers: dict[object, Any] = {}
         """What a library made for this slot."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether an earlier step has met the tensor, so that ``scale`` says something; the same on all ranks."""
+        return self.scales.is_known(self.index)
 
     @property
     def scale(self) -> Tensor:
@@ -119,6 +127,8 @@ class Scales:
         self._limits: Tensor | None = None
         self._loaded: dict[str, Any] | None = None
         self._steps = 0
+        self._known: list[bool] | None = []  # by slot; None for all
+        self._pending: tuple[Tensor, Any] | None = None  # which are, on its way to the host
 
     def __deepcopy__(self, memo: dict[int, object]) -> Scales:
         return self
@@ -133,6 +143,10 @@ class Scales:
         """Whether there is a history to take factors from."""
         return self._steps > 0
 
+    def is_known(self, index: int) -> bool:
+        """See ``Slot.is_known``."""
+        return self._steps > 0 and (self._known is None or self._known[index])
+
     def slot(self, dtype: torch.dtype) -> Slot:
         """A slot for one more tensor. Only before the first use."""
         assert self._flat is None, "slots are made while the model is built"
@@ -141,12 +155,15 @@ class Scales:
 
     def prepare(self, device: torch.device) -> None:
         """Allocate on the first use."""
-        if self._flat is not None:
-            return
+        if self._flat is None:
+            with torch.inference_mode(False):
+                self._allocate(device)
+
+    def _allocate(self, device: torch.device) -> None:
         num = len(self._dtypes)
         # Not parts of one tensor: autograd would take a change of one for a change of all. Each number stands 16 bytes from
         # the next: cuBLAS wants the address of a factor to be a multiple of that.
-        self._flat = [torch.full((num, 4), value, device=device)[:, 0] for value in (1.0, 1.0, 0.0, 0.0, 0.0)]
+        self._flat = [torch.full((num, 4), value, device=device)[:, 0] for value in _FIRST_NUMBERS]
         self._history = torch.zeros((self.options.history_steps, num), device=device)
         self._limits = torch.tensor([LARGEST[dtype] for dtype in self._dtypes], device=device) / 2.0**self.options.margin
         self.tensors = tuple(list(torch.split(numbers, 1)) for numbers in self._flat)
@@ -162,17 +179,43 @@ class Scales:
         self.epoch += 1
         if not self.keeps_history or self._flat is None or self._history is None:
             return
-        self._history[self._steps % len(self._history)] = reduce_max(self._flat[2].clone())
+        met = reduce_max(self._flat[2].clone())
+        # What a step that overflowed has met says nothing, and would stay in the history for as long as that is.
+        self._history[self._steps % len(self._history)] = torch.where(met.isfinite(), met, 0.0)
         self._flat[2].zero_()
         self._steps += 1
         self._update()
+        self._find_known(at_once=self._steps == 1)
+
+    def _find_known(self, *, at_once: bool) -> None:
+        """See which slots have been met. Later than in the first step a step late, so that nobody waits for the device."""
+        if self._known is None:
+            return
+        assert self._flat is not None
+        assert self._history is not None
+        if self._pending is not None:
+            flags, event = self._pending
+            event.synchronize()
+            self._take_known(flags)
+        self._pending = None
+        flags = (self._history.amax(dim=0) > 0.0) | (self._flat[0] != 1.0)
+        if at_once or not flags.is_cuda:
+            self._take_known(flags)
+        elif self._known is not None:
+            on_host, copied = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._pending = on_host.copy_(flags, non_blocking=True), copied
+            copied.record()
+
+    def _take_known(self, flags: Tensor) -> None:
+        known = flags.tolist()
+        self._known = None if all(known) else known
 
     def _update(self) -> None:
         assert self._flat is not None
         assert self._history is not None
         assert self._limits is not None
         scale = power_of_two(self._limits / self._history.amax(dim=0))
-        # Nothing met yet (0), or an overflow (inf, nan): keep the factor.
+        # Nothing met yet (0): keep the factor.
         usable = scale.isfinite() & (scale > 0.0)
         self._flat[0].copy_(torch.where(usable, scale, self._flat[0]))
         self._flat[1].copy_(self._flat[0].reciprocal())
@@ -199,13 +242,19 @@ class Scales:
         assert self._flat is not None
         assert self._history is not None
         self._loaded = None
+        if not state:  # of a run that had none yet
+            for numbers, value in zip(self._flat, _FIRST_NUMBERS, strict=True):
+                numbers.fill_(value)
+            self._history.zero_()
+            self._steps, self._known, self._pending = 0, [], None
         if not state or state["history"].shape != self._history.shape:
             return
         self._history.copy_(state["history"])
         self._flat[0].copy_(state["scale"])
         self._flat[1].copy_(self._flat[0].reciprocal())
         self._flat[2].zero_()
-        self._steps = state["steps"]
+        self._steps, self._known, self._pending = state["steps"], [], None
+        self._find_known(at_once=True)
 
 
 @dataclass(frozen=True)
@@ -225,6 +274,11 @@ class AttentionSlots:
     grad_out: Slot
     grad_scores: Slot
     grad_qkv: Slot
+
+    @property
+    def are_known(self) -> bool:
+        """See ``Slot.is_known``."""
+        return all(slot.is_known for slot in (self.qkv, self.out, self.grad_out, self.grad_scores, self.grad_qkv))
 
     @classmethod
     def of(cls, scales: Scales) -> AttentionSlots:

@@ -81,7 +81,7 @@ class TeOperations(TeProducts):
             return self._made(slot, partial(self._kernels.round_narrow, x, slot.dtype), record)[0]
         if self._options.recipe != "delayed":
             return self._quantizers[_role(slot)](x)
-        if slot.scales.is_warm:
+        if slot.is_known:
             return self._delayed(slot, record)(x)
         narrow = self._quantizers[_role(slot)](x)
         if record:
@@ -170,7 +170,7 @@ class TeOperations(TeProducts):
 
     def _is_known(self, slot: Slot) -> bool:
         """Whether there is a factor before there is the tensor."""
-        return self._options is not None and self._options.recipe == "delayed" and slot.scales.is_warm
+        return self._options is not None and self._options.recipe == "delayed" and slot.is_known
 
     def _made(self, slot: Slot, compute: Callable[..., Any], record: bool) -> tuple[Narrow, tuple[Any, ...]]:
         """Call a kernel with its factor; what Transformer Engine multiplies, and what else the kernel returned."""
