@@ -19,7 +19,7 @@ from lightning_megatron.context_parallel.block import Kernel
 from lightning_megatron.layers.backend import Backend
 from lightning_megatron.layers.choice import BackendName
 from lightning_megatron.layers.recompute import Recompute
-from lightning_megatron.layers.te_backend import Fp8Options, TeBackend, scales_of
+from lightning_megatron.layers.te_backend import Fp8Options, Scales, TeBackend, scales_of
 from lightning_megatron.layers.te_backend.attention import NarrowCoreAttention
 from lightning_megatron.layers.te_backend.modules import NarrowHead
 from lightning_megatron.mesh import Mesh
@@ -127,21 +127,23 @@ def activation_options(
     return {"recomputed": Recompute.of(recompute), "offloads": offload, "graphs": graphs}
 
 
-def check_fp8(module: LightningModule, fp8: Fp8Options | None) -> None:
+def check_fp8(module: LightningModule, fp8: Fp8Options | None, earlier: list[Scales] | None = None) -> None:
     """Check that a model has layers that multiply in 8 bits if that was asked for, in the way that was asked for.
+
+    ``earlier``: the factors of all its layers, if it was prepared before, and cut to what this rank has of it.
 
     Raises:
         ValueError: it has not.
     """
-    built = [scales.options for scales in scales_of(module)]
+    built = [scales.options for scales in (scales_of(module) if earlier is None else earlier)]
     if fp8 is not None and built != [fp8]:
         raise ValueError(
             f"fp8={fp8.recipe!r}: {type(module).__name__} has no layers that were built for it. Build a lightning_megatron "
             f"model in configure_model, for this Trainer; modules of your own stay in 16 bits."
         )
-    if fp8 is not None and fp8.head:
+    if fp8 is not None and fp8.head and earlier is None:
         _check_narrow_head(module)
-    if fp8 is not None and fp8.attention:
+    if fp8 is not None and fp8.attention and earlier is None:
         _check_narrow_attention(module)
     if fp8 is None and built:
         raise ValueError(

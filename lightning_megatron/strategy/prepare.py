@@ -15,6 +15,7 @@ from lightning_megatron.initialize import materialize
 from lightning_megatron.layers.graphs import graph_layers
 from lightning_megatron.layers.offload import ActivationOffload, offload
 from lightning_megatron.layers.recompute import Recompute, recompute
+from lightning_megatron.layers.te_backend import scales_of
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.pipeline.executor import PipelineExecutor
@@ -59,6 +60,7 @@ class PreparedModule:
         module.__dict__[_KEPT] = self  # a later Trainer goes on with the same stages
         _check_built_under(module, mesh)
         _share_first_values(module, mesh)
+        self.scales = scales_of(module)  # of all layers, which all ranks go on with
         self.placement = Placement(parallelism.pp, parallelism.vpp, parallelism.placement)
         self.aliases: dict[str, str] = {}
         # While layers of all ranks are here, so that a name that fits none is found.

@@ -30,7 +30,6 @@ from lightning_megatron.layers.backend import Backend
 from lightning_megatron.layers.choice import BackendName, choose_backend, use_backend
 from lightning_megatron.layers.graphs import release_graphs
 from lightning_megatron.layers.recompute import Recompute
-from lightning_megatron.layers.te_backend import scales_of
 from lightning_megatron.mesh import DEFAULT_TIMEOUT, use_mesh
 from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizerConfig
@@ -295,10 +294,10 @@ class MegatronStrategy(EvaluatingStrategy):
     def _prepare(self, module: LightningModule) -> None:
         precision = self.precision_plugin
         seed = self.broadcast(_job_seed())
-        options.check_fp8(module, precision.fp8)
-        scales = scales_of(module)
         earlier = PreparedModule.of(module)
-        if earlier is not None and earlier.mesh is self.mesh:
+        earlier = earlier if earlier is not None and earlier.mesh is self.mesh else None
+        options.check_fp8(module, precision.fp8, None if earlier is None else earlier.scales)
+        if earlier is not None:
             earlier.renew(convert=precision.convert_module, context=precision.forward_context, **self._activations)
             self._prepared = earlier
         else:
@@ -313,7 +312,9 @@ class MegatronStrategy(EvaluatingStrategy):
             print_layout(self._prepared, Console())
             if self._environment is not None and self.is_global_zero:
                 Console().print(self._environment, highlight=False)
-        precision.use_scales(scales, partial(all_reduce, axis=self.mesh.world, op=ReduceOp.MAX), self.root_device)
+        precision.use_scales(
+            self._prepared.scales, partial(all_reduce, axis=self.mesh.world, op=ReduceOp.MAX), self.root_device
+        )
         self._metrics = MetricSync(module, mesh=self.mesh, last_stage_rank=self._prepared.placement.last_rank)
         self._engine = TrainingEngine(
             module,

@@ -18,6 +18,7 @@ from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, Sc
 from lightning_megatron.models import GPT, GPTModule
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.strategy import strategy
+from lightning_megatron.strategy.prepare import PreparedModule
 from lightning_megatron.testing import run_distributed
 from tests.layers.test_te_gated import LLAMA, TOKENS
 
@@ -129,6 +130,17 @@ def test_a_first_look_in_inference_mode_leaves_training_as_it_is() -> None:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+class Stages(GPTModule):
+    """Its loss, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(LLAMA)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """With steps that show."""
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
 class Averages(L.Callback):
     """Other weights for validation, put there by a way that leaves no trace."""
 
@@ -165,31 +177,49 @@ class Evaluated(GPTModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
+def fit(module: L.LightningModule, *callbacks: L.Callback, layout: dict[str, Any], **fp8: Any) -> None:
+    """Four steps and two validations by a new Trainer, 8 bits in plain torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategy, "choose_backend", lambda *args, fp8=None, **kwargs: TeBackend(PlainOperations(fp8), fp8))
+        trainer = L.Trainer(
+            strategy=MegatronStrategy(**layout),
+            plugins=[MegatronPrecision("bf16-mixed", fp8="delayed", **fp8)],
+            accelerator="cpu",
+            devices=layout.get("pp", 1),
+            max_steps=4,
+            limit_val_batches=1,
+            val_check_interval=2,
+            num_sanity_val_steps=0,
+            callbacks=list(callbacks),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        samples = [{"tokens": row, "labels": row.flip(0)} for row in TOKENS.repeat(4, 1)]
+        trainer.fit(module, DataLoader(samples, batch_size=2), DataLoader(samples, batch_size=2))
+
+
 def test_weights_that_a_callback_swaps_for_validation_are_those_that_are_multiplied() -> None:
     def run() -> list[tuple[float, float]]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(strategy, "choose_backend", lambda *args, fp8=None, **kwargs: TeBackend(PlainOperations(fp8), fp8))
-            trainer = L.Trainer(
-                strategy=MegatronStrategy(),
-                plugins=[MegatronPrecision("bf16-mixed", fp8="delayed")],
-                accelerator="cpu",
-                devices=1,
-                max_steps=4,
-                limit_val_batches=1,
-                val_check_interval=2,
-                num_sanity_val_steps=0,
-                callbacks=[Averages()],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            module = Evaluated()
-            samples = [{"tokens": row, "labels": row.flip(0)} for row in TOKENS.repeat(4, 1)]
-            trainer.fit(module, DataLoader(samples, batch_size=2), DataLoader(samples, batch_size=2))
+        module = Evaluated()
+        fit(module, Averages(), layout={})
         return module.seen
 
     (seen,) = run_distributed(run, 1)
     assert len(seen) == 2
     for loss, fresh in seen:
         assert loss == fresh
+
+
+@pytest.mark.parametrize("fp8", [{"fp8_head": True}, {"first_last_layers_bf16": (1, 0)}], ids=str)
+def test_a_second_trainer_goes_on_with_the_stages_of_the_first(fp8: dict[str, Any]) -> None:
+    def run() -> list[int]:
+        module = Stages()
+        for _ in range(2):
+            fit(module, layout={"pp": 2, "micro_batch_size": 1}, **fp8)
+        prepared = PreparedModule.of(module)
+        assert prepared is not None
+        return [scales._steps for scales in prepared.scales]
+
+    assert run_distributed(run, 2) == [[8], [8]]
