@@ -138,7 +138,11 @@ class NarrowAttention(nn.Module):
         if missing:  # behind the others, where nobody sees them
             one, two, three = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in given)
             given = one, two, three
-        handoff = self.handoff if not missing and is_aligned(q, self.scales) and self.hands_over else None
+        handoff = (
+            self.handoff
+            if not missing and is_aligned(q if q.dim() == 3 else q[:, :, 0], self.scales) and self.hands_over
+            else None
+        )
         call = _Call(self.operations, self.slots, rotation, handoff, torch.is_grad_enabled())
         tensors = given if isinstance(given, tuple) else (given, None, None)
         result: Tensor = _Attend.apply(*tensors, call)  # type: ignore[no-untyped-call]
