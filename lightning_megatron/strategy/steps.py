@@ -19,6 +19,7 @@ from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizer, DistributedOptimizerConfig
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.strategy.checkpointing import CheckpointingStrategy
+from lightning_megatron.strategy.finishing import HandledOptimizer
 from lightning_megatron.strategy.optimizers import ManualOptimization, configure_on_every_stage, drop, stage_parameters
 from lightning_megatron.strategy.prepare import share_buffers
 from lightning_megatron.strategy.same_batch import check_same_batch
@@ -64,7 +65,7 @@ class SteppingStrategy(CheckpointingStrategy):
         drop(placeholder, self.optimizers)
         self._steps.optimizers = [self._distributed_optimizer(optimizer) for optimizer in self.optimizers]
         self._steps.scale_loss = self._precision.scale_loss
-        self._precision.finishers = {id(d.optimizer): d for d in self._distributed}
+        self._precision.finishers = {id(d.optimizer): HandledOptimizer(d, self._finish_by_hand) for d in self._distributed}
         self._manual = None
         self._batch_checked = False
         self._hides_gradients = _overrides(_ZERO_GRAD_HOOKS, self._module, trainer)
@@ -154,15 +155,24 @@ class SteppingStrategy(CheckpointingStrategy):
 
         def finished() -> Any:
             result = closure()
-            if self._manual is not None:
-                self._manual.finish(distributed, loss_scale=self._precision.loss_scale)
+            self._finish_by_hand(distributed)
             return result
 
         result = super().optimizer_step(optimizer, finished, model, **kwargs)
+        self._update_parameters(distributed)
+        return result
+
+    def _finish_by_hand(self, distributed: DistributedOptimizer) -> None:
+        """Make gradients final in manual optimization, if they are not: nothing else says which backward was the last."""
+        if self._manual is not None:
+            self._manual.finish(distributed, loss_scale=self._precision.loss_scale)
+
+    def _update_parameters(self, distributed: DistributedOptimizer) -> None:
         distributed.update_parameters()
+        if self._manual is not None:
+            self._manual.cleared(distributed)
         if self.mesh.dp_cp.size == 1 and self._precision.fp8 is not None:  # else parameters are on their way beside the forward
             make_weights(self._module, distributed.parameters)
-        return result
 
     # What can be logged
 
