@@ -3,21 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from types import MethodType
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
 
 from lightning_megatron.optim.distributed import DistributedOptimizer
+
+
+class WholeStep(Protocol):
+    """A step that reaches the model's parameters."""
+
+    def __call__(self, distributed: DistributedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Run the closure and step; returns what the closure does."""
 
 
 class HandledOptimizer:
     """A distributed optimizer whose gradients are made final before anything is done to them.
 
+    The ``step`` of the torch optimizer itself, which knows this rank's shards alone, becomes a step of the model's parameters.
+
     Args:
         distributed: the optimizer.
         finish: makes its gradients final, if they are not yet: manual optimization has no other point at which they become so.
+        whole_step: what ``step`` of the torch optimizer does when the user calls it.
     """
 
-    def __init__(self, distributed: DistributedOptimizer, finish: Callable[[DistributedOptimizer], None]) -> None:
-        self._distributed, self._finish = distributed, finish
+    def __init__(
+        self, distributed: DistributedOptimizer, finish: Callable[[DistributedOptimizer], None], *, whole_step: WholeStep
+    ) -> None:
+        self._distributed, self._finish, self._whole_step = distributed, finish, whole_step
+        self._is_stepping = False
+        self._install(distributed.optimizer.step)
+
+    def _install(self, on_shards: Callable[..., Any]) -> None:
+        @wraps(on_shards)  # with the mark of a learning rate scheduler that counts the calls
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            if self._is_stepping:
+                return on_shards(**kwargs)
+            return self._whole_step(self._distributed, closure, **kwargs)
+
+        self._distributed.optimizer.__dict__["step"] = MethodType(step, self._distributed.optimizer)
 
     @property
     def should_skip(self) -> bool:
@@ -41,4 +68,8 @@ class HandledOptimizer:
 
     def step(self, **kwargs: Any) -> None:
         """See ``DistributedOptimizer``."""
-        self._distributed.step(**kwargs)
+        self._is_stepping = True
+        try:
+            self._distributed.step(**kwargs)
+        finally:
+            self._is_stepping = False

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -65,7 +66,9 @@ class SteppingStrategy(CheckpointingStrategy):
         drop(placeholder, self.optimizers)
         self._steps.optimizers = [self._distributed_optimizer(optimizer) for optimizer in self.optimizers]
         self._steps.scale_loss = self._precision.scale_loss
-        self._precision.finishers = {id(d.optimizer): HandledOptimizer(d, self._finish_by_hand) for d in self._distributed}
+        self._precision.finishers = {
+            id(d.optimizer): HandledOptimizer(d, self._finish_by_hand, whole_step=self._raw_step) for d in self._distributed
+        }
         self._manual = None
         self._batch_checked = False
         self._hides_gradients = _overrides(_ZERO_GRAD_HOOKS, self._module, trainer)
@@ -159,6 +162,16 @@ class SteppingStrategy(CheckpointingStrategy):
             return result
 
         result = super().optimizer_step(optimizer, finished, model, **kwargs)
+        self._update_parameters(distributed)
+        return result
+
+    def _raw_step(self, distributed: DistributedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """``step`` of the torch optimizer that Lightning wraps: as there, without hooks and clipping."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._precision.take_step(self._precision.finishers[id(distributed.optimizer)], **kwargs)
         self._update_parameters(distributed)
         return result
 

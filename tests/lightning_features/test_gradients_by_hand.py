@@ -83,10 +83,63 @@ def clipping_without_a_step(run: Run) -> Any:
     return trained(run, Clips())
 
 
+@by_hand
+def the_torch_optimizer_itself(run: Run) -> Any:
+    class Raw(ByHand):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)]
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            raise AssertionError("Lightning does not know of such a step")
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers(use_pl_optimizer=False)
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+                return loss.detach()
+
+            if batch_idx % 2:
+                assert float(optimizer.step(closure)) > 0.0
+            else:
+                closure()
+                self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+                optimizer.step()
+            self.lr_schedulers().step()
+
+    return trained(run, Raw(), max_epochs=2)
+
+
 @pytest.mark.parametrize("layout", by_hand.layouts)
 @pytest.mark.parametrize("name", by_hand.names)
 def test_manual_optimization_is_that_of_one_process(name: str, layout: str, tmp_path_factory: Any) -> None:
     by_hand.compare(name, layout, tmp_path_factory.getbasetemp() / "by_hand")
+
+
+automatic = Scenarios({"dp2": (2, {}), "pp2": (2, {"pp": 2, "micro_batch_size": 3})})
+
+
+@automatic
+def a_step_of_the_torch_optimizer_itself(run: Run) -> Any:
+    class Steps(Regression):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.optimizer.step(optimizer_closure)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    return trained(run, Steps(), max_epochs=2)
+
+
+@pytest.mark.parametrize("layout", automatic.layouts)
+@pytest.mark.parametrize("name", automatic.names)
+def test_automatic_optimization_is_that_of_one_process(name: str, layout: str, tmp_path_factory: Any) -> None:
+    automatic.compare(name, layout, tmp_path_factory.getbasetemp() / "automatic")
 
 
 def test_a_backward_after_clipping_is_refused(tmp_path: Any) -> None:
