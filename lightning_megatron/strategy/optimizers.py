@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,20 @@ from lightning_megatron.pipeline.stage import OtherStage
 
 _EMPTY = "empty parameter list"
 _PLACEHOLDER = "_nothing_to_train"
+
+
+def check_backward(module: LightningModule) -> None:
+    """Refuse a ``backward`` of the module's own that nobody would call: the schedule runs the backwards.
+
+    Raises:
+        ValueError: it has one, under automatic optimization.
+    """
+    if module.automatic_optimization and is_overridden("backward", module):
+        raise ValueError(
+            f"{type(module).__name__} overrides backward, which MegatronStrategy does not call: its schedule runs the backward "
+            f"of each micro-batch inside of training_step. Change the loss in training_step and gradients in "
+            f"on_after_backward, or set self.automatic_optimization = False."
+        )
 
 
 def configure_on_every_stage(configure: Callable[[], None], module: LightningModule, mesh: Mesh) -> nn.Parameter | None:
