@@ -72,7 +72,8 @@ class SteppingStrategy(CheckpointingStrategy):
         self._manual = None
         self._batch_checked = False
         self._hides_gradients = _overrides(_ZERO_GRAD_HOOKS, self._module, trainer)
-        self._defers_scaling = not _overrides(_GRADIENT_HOOKS, self._module, trainer)
+        # On all ranks alike: a norm that is taken again takes all of them, and a callback may be on one rank alone.
+        self._defers_scaling = self.reduce_boolean_decision(not _overrides(_GRADIENT_HOOKS, self._module, trainer))
 
     def _distributed_optimizer(self, optimizer: Optimizer) -> DistributedOptimizer:
         distributed = DistributedOptimizer(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron.optim import DistributedOptimizerConfig
 from tests.lightning_features.harness import Regression, Run, Scenarios, on_ranks, regression_data
 
 TRAIN = regression_data(32, 1)
@@ -119,7 +120,20 @@ def test_manual_optimization_is_that_of_one_process(name: str, layout: str, tmp_
     by_hand.compare(name, layout, tmp_path_factory.getbasetemp() / "by_hand")
 
 
-automatic = Scenarios({"dp2": (2, {}), "pp2": (2, {"pp": 2, "micro_batch_size": 3})})
+automatic = Scenarios(
+    {
+        "dp2": (2, {}),
+        "pp2": (2, {"pp": 2, "micro_batch_size": 3}),
+        "dp2 fused": (2, {"optimizer": DistributedOptimizerConfig(fused_adam=True)}),
+    }
+)
+
+
+class Decays(Regression):
+    """Adam, whose moments and decay move also what has a gradient of zero."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.5)
 
 
 @automatic
@@ -134,6 +148,49 @@ def a_step_of_the_torch_optimizer_itself(run: Run) -> Any:
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     return trained(run, Steps(), max_epochs=2)
+
+
+@automatic
+def gradients_taken_away(run: Run) -> Any:
+    class Freezes(Decays):
+        def on_after_backward(self) -> None:
+            if self.global_step in (0, 3, 4):
+                for param in self.model.head.parameters():
+                    param.grad = None
+
+    return trained(run, Freezes(), max_epochs=2), trained(run, Freezes(), max_epochs=2, gradient_clip_val=0.1)
+
+
+@automatic
+def gradients_in_place_of_others(run: Run) -> Any:
+    class Replaces(Decays):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for param in self.model.embed.parameters():
+                param.grad = param.grad * 0.01
+            for param in self.model.head.parameters():  # none on the first stage
+                param.grad = None if self.global_step == 2 else param.grad.clone() * 5.0
+
+    return trained(run, Replaces(), max_epochs=2), trained(run, Replaces(), max_epochs=2, gradient_clip_val=0.1)
+
+
+@automatic
+def gradients_changed_before_clipping(run: Run) -> Any:
+    class Scales(Regression):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for param in self.parameters():
+                param.grad.mul_(0.001)
+
+    return trained(run, Scales(lr=1.0), gradient_clip_val=1e-3)
+
+
+@automatic
+def clipping_twice(run: Run) -> Any:
+    class Clips(Regression):
+        def configure_gradient_clipping(self, optimizer: Any, **kwargs: Any) -> None:
+            for algorithm, value in (("value", 0.02), ("norm", 0.05), ("norm", 0.03)):
+                self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+
+    return trained(run, Clips(lr=1.0))
 
 
 @pytest.mark.parametrize("layout", automatic.layouts)
@@ -155,3 +212,20 @@ def test_a_backward_after_clipping_is_refused(tmp_path: Any) -> None:
 
     steps = on_ranks(lambda run: trained(run, Adds(lr=0.01))[2], 2, tmp_path)
     assert steps == [4, 4]
+
+
+def test_hooks_change_the_gradients_of_16_bit_parameters_too(tmp_path: Any) -> None:
+    class Zeroes(Regression):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for param in self.model.head.parameters():
+                param.grad.zero_()
+
+    def run_it(run: Run) -> tuple[bool, bool]:
+        module = Zeroes()
+        before = {name: value.bfloat16() for name, value in module.state_dict().items()}
+        trainer = run.trainer(max_steps=2, precision="bf16-true")
+        trainer.fit(module, run.loader(TRAIN, 8))
+        after = run.parameters(trainer, module)
+        return tuple(torch.equal(after[name], before[name]) for name in ("model.head.weight", "model.embed.weight"))
+
+    assert on_ranks(run_it, 2, tmp_path) == [(True, False)] * 2
