@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -39,6 +39,8 @@ class SteppingStrategy(CheckpointingStrategy):
         self._metrics: MetricSync | None = None
         self._manual: ManualOptimization | None = None
         self._accumulating = False
+        # What the buffers hold: nothing, this rank's shares of gradients, or gradients that only wait for the step.
+        self._gradients: Literal["none", "shares", "final"] = "none"
         self._batch_checked = False
         self._hides_gradients = False
         self._defers_scaling = False
@@ -65,6 +67,8 @@ class SteppingStrategy(CheckpointingStrategy):
         placeholder = configure_on_every_stage(lambda: configure(trainer), self._module, self.mesh)
         drop(placeholder, self.optimizers)
         self._steps.optimizers = [self._distributed_optimizer(optimizer) for optimizer in self.optimizers]
+        self._steps.forget_tokens()
+        self._gradients = "none"
         self._steps.scale_loss = self._precision.scale_loss
         self._precision.finishers = {
             id(d.optimizer): HandledOptimizer(d, self._finish_by_hand, whole_step=self._raw_step) for d in self._distributed
@@ -101,17 +105,38 @@ class SteppingStrategy(CheckpointingStrategy):
                 return self._module.training_step(*args, **kwargs)
         trainer = self._module.trainer
         loop = trainer.fit_loop.epoch_loop
+        backward = not loop.automatic_optimization._skip_backward
+        if backward:
+            self._begin_gradients(loop.batch_idx, accumulate=trainer.accumulate_grad_batches)
         output: STEP_OUTPUT = self._steps.train(
             args,
             batch_number=loop.total_batch_idx,
             accumulate=trainer.accumulate_grad_batches,
-            backward=not loop.automatic_optimization._skip_backward,
+            backward=backward,
             is_last=not self._accumulating,
         )
         if self._hides_gradients:
             for distributed in self._distributed:
                 distributed.hide_gradients()
         return output
+
+    def _begin_gradients(self, batch_idx: int, *, accumulate: int) -> None:
+        """Drop what batches without a step have left, where Lightning zeroes gradients: here it does so after the backward.
+
+        Raises:
+            RuntimeError: gradients that are reduced and divided already would be added to.
+        """
+        before, self._gradients = self._gradients, "shares"
+        is_first = batch_idx % accumulate == 0
+        if before == "final" and (not is_first or is_overridden("optimizer_zero_grad", self._module)):
+            raise RuntimeError(
+                f"{self.mesh.coordinate} the closure of batch {batch_idx} is run although the gradients of one before are "
+                f"reduced and have not been stepped with: only the first of accumulate_grad_batches={accumulate} drops them, "
+                f"and only without an optimizer_zero_grad of the module's own. Step after each closure, or set "
+                f"accumulate_grad_batches=1 and remove optimizer_zero_grad."
+            )
+        if before != "none" and is_first:
+            self._steps.drop_gradients()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -141,6 +166,7 @@ class SteppingStrategy(CheckpointingStrategy):
         closure_loss = self._precision.pre_backward(closure_loss, self._module)
         if not self._accumulating:
             self._steps.finish_gradients(loss_scale=self._precision.loss_scale, defer=self._defers_scaling)
+            self._gradients = "final"
         return self._precision.post_backward(closure_loss, self._module)
 
     @contextmanager
@@ -183,6 +209,7 @@ class SteppingStrategy(CheckpointingStrategy):
 
     def _update_parameters(self, distributed: DistributedOptimizer) -> None:
         distributed.update_parameters()
+        self._gradients = "none"
         if self._manual is not None:
             self._manual.cleared(distributed)
         if self.mesh.dp_cp.size == 1 and self._precision.fp8 is not None:  # else parameters are on their way beside the forward
@@ -216,6 +243,7 @@ class SteppingStrategy(CheckpointingStrategy):
             wrapper.__dict__["add_param_group"] = distributed.add_param_group  # a wrapper does not ask what it wraps
         if not self._module.automatic_optimization:
             self._manual = ManualOptimization(self._module, self._distributed, wrappers=wrappers, mesh=self.mesh)
+        self._gradients = "shares" if self._at_start else "none"  # those of a run that goes on between two steps
         self._restore_at_start()
         self._watch_requeue()
 

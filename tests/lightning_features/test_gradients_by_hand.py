@@ -193,6 +193,73 @@ def clipping_twice(run: Run) -> Any:
     return trained(run, Clips(lr=1.0))
 
 
+@automatic
+def closures_without_a_step(run: Run) -> Any:
+    class Waits(Regression):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            if batch_idx % 3 == 1:
+                optimizer.step(closure=optimizer_closure)
+            else:
+                optimizer_closure()
+
+    return trained(run, Waits(), max_epochs=2)
+
+
+@automatic
+def two_closures_a_step(run: Run) -> Any:
+    class Beside(Regression):
+        """The gradient is that of a place beside the weights, as in sharpness-aware minimization."""
+
+        @torch.no_grad()
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer_closure()
+            before = [param.clone() for param in self.parameters()]
+            for param in self.parameters():
+                param.mul_(1.05)
+            optimizer_closure()
+            for param, value in zip(self.parameters(), before, strict=True):
+                param.copy_(value)
+            optimizer.step()
+
+    return trained(run, Beside(), max_epochs=2, gradient_clip_val=0.5)
+
+
+class Counted(Regression):
+    """Whose loss says how many samples it is the mean of; it ends a run in the middle of an accumulation window."""
+
+    stops = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "num_tokens": len(batch[0])}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.stops:
+            self.trainer.should_stop = True
+
+
+@automatic
+def an_epoch_that_ends_in_a_window(run: Run) -> Any:
+    def ends(self: Any, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == 1 else None
+
+    results = []
+    for kind in (Regression, Counted):
+        cut_off: Any = type("CutOff", (kind,), {"on_train_batch_start": ends})
+        results.append(trained(run, cut_off(lr=0.5), max_epochs=2, accumulate_grad_batches=2))
+    return results
+
+
+@automatic
+def a_run_that_stops_in_a_window_and_goes_on(run: Run) -> Any:
+    module, trainer = Counted(lr=0.5), run.trainer(max_epochs=1, accumulate_grad_batches=2)
+    module.stops = True
+    trainer.fit(module, run.loader(TRAIN, 8))
+    module.stops = trainer.should_stop = False
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, run.loader(TRAIN, 8))
+    return run.parameters(trainer, module), trainer.global_step
+
+
 @pytest.mark.parametrize("layout", automatic.layouts)
 @pytest.mark.parametrize("name", automatic.names)
 def test_automatic_optimization_is_that_of_one_process(name: str, layout: str, tmp_path_factory: Any) -> None:
@@ -229,3 +296,22 @@ def test_hooks_change_the_gradients_of_16_bit_parameters_too(tmp_path: Any) -> N
         return tuple(torch.equal(after[name], before[name]) for name in ("model.head.weight", "model.embed.weight"))
 
     assert on_ranks(run_it, 2, tmp_path) == [(True, False)] * 2
+
+
+class ZeroesItself(Regression):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("kind", "accumulate"), [(Regression, 2), (ZeroesItself, 1)])
+def test_closures_that_would_add_to_reduced_gradients_are_refused(kind: Any, accumulate: int, tmp_path: Any) -> None:
+    class Twice(kind):  # type: ignore[misc]
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer_closure()
+            optimizer_closure()
+
+    def run_it(run: Run) -> None:
+        with pytest.raises(RuntimeError, match=f"only the first of accumulate_grad_batches={accumulate} drops them"):
+            trained(run, Twice(), accumulate_grad_batches=accumulate)
+
+    on_ranks(run_it, 2, tmp_path)
