@@ -140,7 +140,7 @@ class GradientFinisher:
         self.apply()
         clamp(self._gradients, value)
         self._has_stale_norm = True
-        self._give_narrow()
+        self._give_narrow(anew=True)
 
     def _collect(self) -> None:
         """See Note [Gradients that hooks change]."""
@@ -157,7 +157,7 @@ class GradientFinisher:
         if without or self.left_out:
             self.left_out = {shard.main for shard in self._shards if shard.param in without}
             self._give_wide()
-        self._give_narrow()
+        self._give_narrow(anew=True)
 
     def _norm(self) -> Tensor:
         """Of the gradients as they are now."""
@@ -182,7 +182,7 @@ class GradientFinisher:
             return
         if coefficient is not None:
             multiply(self._gradients, coefficient)
-        self._give_narrow()
+        self._give_narrow(anew=coefficient is not None)
 
     def _give_wide(self) -> None:
         """Let main parameters see their gradients, those of the same dtype: views."""
@@ -192,10 +192,12 @@ class GradientFinisher:
             elif shard.main.dtype == gradient.dtype:
                 shard.main.grad = gradient.view_as(shard.main)
 
-    def _give_narrow(self) -> None:
-        """Round gradients for an optimizer that wants them in 16 bits."""
+    def _give_narrow(self, *, anew: bool) -> None:
+        """Round gradients for an optimizer that wants them in 16 bits; ``anew``: they may have changed since."""
+        if self._direct:
+            return
         for shard, gradient in zip(self._shards, self._gradients, strict=True):
-            if not self._direct and self._is_narrow(shard) and shard.main not in self.left_out:
+            if self._is_narrow(shard) and shard.main not in self.left_out and (anew or shard.main.grad is None):
                 shard.main.grad = gradient.to(shard.main.dtype).view_as(shard.main)
 
     @staticmethod
