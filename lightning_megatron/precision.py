@@ -235,7 +235,11 @@ class MegatronPrecision(Precision):
         """Run the backward, the hooks and the clipping, and then the step, unless it is to be skipped."""
         result = closure()
         self._after_closure(model, optimizer)
-        finisher = self._finisher(optimizer)
+        self.take_step(self._finisher(optimizer), **kwargs)
+        return result
+
+    def take_step(self, finisher: GradientFinisher, **kwargs: Any) -> None:
+        """The step alone, on gradients that are final, unless it is to be skipped."""
         finisher.apply_scaling()
         skip = finisher.should_skip
         if self.scaler is not None:
@@ -244,7 +248,6 @@ class MegatronPrecision(Precision):
             finisher.step(**kwargs)
         for scales in self._scales:
             scales.advance(self._reduce_max)
-        return result
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -165,6 +165,16 @@ class TrainingEngine:
         for optimizer in self.optimizers:
             optimizer.reduce_gradients()
             optimizer.finish_gradients(num_tokens=self._num_tokens, loss_scale=loss_scale, defer=defer)
+        self.forget_tokens()
+
+    def drop_gradients(self) -> None:
+        """Clear the gradients of batches whose optimizer step does not come."""
+        for optimizer in self.optimizers:
+            optimizer.zero_gradients()
+        self.forget_tokens()
+
+    def forget_tokens(self) -> None:
+        """Count the tokens of a step from zero, and let its first loss say whether they count."""
         self._num_tokens = torch.zeros_like(self._num_tokens)
         self._per_token = None
 

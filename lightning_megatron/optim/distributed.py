@@ -247,7 +247,7 @@ class DistributedOptimizer:
         """
         for matrix in self._cut.gathered:
             matrix.before_step()
-        self._stepper.step(self._finisher.take_factor(), confirm=self._finisher.confirm, **kwargs)
+        self._stepper.step(self._finisher.take_factor(), self._finisher.left_out, confirm=self._finisher.confirm, **kwargs)
         for matrix in self._cut.gathered:
             matrix.after_step()
 

@@ -6,6 +6,12 @@ from the one all-reduce. The division by the token count and by the loss scale a
 multiplication. Whoever reads gradients between the norm and the clipping wants them divided, so ``finish`` divides at once,
 unless it is told that nobody reads them (``defer``): then the factor waits for the clipping, or for ``apply``.
 
+Note [Gradients that hooks change]
+Between ``finish`` without ``defer`` and the step the user's code may write into ``param.grad``, or put another tensor in its
+place, or ``None``, which takes the parameter out of the step. Clipping and the step therefore look first (``_collect``): what
+was put beside the buffer is copied into it, and a parameter without a gradient is left out. The norm that clips is then taken
+again, as it also is after an earlier clipping; ``grad_norm`` stays the one that ``finish`` has found.
+
 Note [Looking while the step runs]
 To raise on a gradient that is not finite the host must see the norm, and while it waits for it nothing new reaches the device.
 A step that takes the factor from here is therefore started first: the factor is NaN where the norm is not finite, with which
@@ -22,7 +28,7 @@ from torch import Tensor
 
 from lightning_megatron.comm import all_gather_object, all_reduce
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.optim.buffers import Bucket
+from lightning_megatron.optim.buffers import HAS_GRAD_DTYPE, Bucket
 from lightning_megatron.optim.config import NonFinitePolicy
 from lightning_megatron.optim.norm import clamp, clip_coefficient, counted_ranges, multiply, squared_norms
 from lightning_megatron.optim.shards import Shard
@@ -44,6 +50,7 @@ class GradientFinisher:
         grad_norm: norm of the whole gradient (0-dim fp64), the same on every rank.
         should_skip: whether this step must not be taken.
         num_skipped: steps that were not taken.
+        left_out: main parameters that have no gradient, because a hook has taken it away; the step leaves them alone.
     """
 
     def __init__(
@@ -64,6 +71,8 @@ class GradientFinisher:
         self._policy = nonfinite
         self.grad_norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.should_skip, self.num_skipped = False, 0
+        self.left_out: set[Tensor] = set()
+        self._is_watched = self._has_stale_norm = False
         self._factor: Tensor | None = None
         self._divisor: Tensor | None = None
         counted = [
@@ -88,9 +97,7 @@ class GradientFinisher:
             self._divisor = (tokens.clamp(min=1.0) if num_tokens is not None else torch.ones_like(tokens)) * (loss_scale or 1.0)
         self.grad_norm = squares.sqrt() if self._divisor is None else squares.sqrt() / self._divisor
         self._factor = None if self._divisor is None else 1.0 / self._divisor
-        for shard, gradient in zip(self._shards, self._gradients, strict=True):
-            if shard.main.dtype == gradient.dtype:
-                shard.main.grad = gradient.view_as(shard.main)
+        self._give_wide()
         if defer and self._confirms and self._policy == "raise" and not _may_overflow(loss_scale):
             self._finite = _Answer(torch.isfinite(squares))
             self._factor = squares * 0.0 + (1.0 if self._factor is None else self._factor)
@@ -99,6 +106,7 @@ class GradientFinisher:
         self._deferred = defer and self._direct
         if not defer:
             self.apply()
+        self._is_watched = self._has_stale_norm = not defer
 
     def _check(self, squares: Tensor, loss_scale: float | None) -> None:
         if (self._policy == "ignore" and loss_scale is None) or bool(torch.isfinite(squares)):
@@ -116,21 +124,47 @@ class GradientFinisher:
 
     def apply(self) -> None:
         """Divide by what ``finish`` was told to, if that has not happened yet, and give every shard its ``grad``."""
+        self._collect()
         self._multiply(None)
 
     def clip_by_norm(self, max_norm: float) -> None:
-        """Scale so that the norm over the whole model is at most ``max_norm``."""
-        self._multiply(clip_coefficient(self.grad_norm, max_norm))
+        """Scale so that the norm over the whole model is at most ``max_norm``. All ranks call it together."""
+        self._collect()
+        self._multiply(clip_coefficient(self._norm(), max_norm))
+        self._has_stale_norm = True
 
     def clip_by_value(self, value: float) -> None:
         """Clamp each element to ``[-value, value]``."""
         self.confirm()
         self._deferred = False
         self.apply()
-        if self._direct:
-            clamp(self._gradients, value)
-        else:
-            clamp([shard.main.grad for shard in self._shards if shard.main.grad is not None], value)
+        clamp(self._gradients, value)
+        self._has_stale_norm = True
+        self._give_narrow(anew=True)
+
+    def _collect(self) -> None:
+        """See Note [Gradients that hooks change]."""
+        if not self._is_watched:
+            return
+        without = set()
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                if slot.param.grad is not None:
+                    slot.collect()
+                elif HAS_GRAD_DTYPE or slot.view.dtype == slot.param.dtype:  # else it never shows one
+                    slot.view.zero_()
+                    without.add(slot.param)
+        if without or self.left_out:
+            self.left_out = {shard.main for shard in self._shards if shard.param in without}
+            self._give_wide()
+        self._give_narrow(anew=True)
+
+    def _norm(self) -> Tensor:
+        """Of the gradients as they are now."""
+        if not self._has_stale_norm:
+            return self.grad_norm
+        norm = all_reduce(self._sum_squares().sum(), self._mesh.world).sqrt()
+        return norm if self._factor is None else norm * self._factor
 
     def take_factor(self) -> Tensor | None:
         """What gradients are still to be multiplied by (0-dim), for a step that does it; ``None`` if it is done."""
@@ -145,21 +179,26 @@ class GradientFinisher:
             coefficient = factor
         if self._deferred:
             self._factor = coefficient
-        elif self._direct:
-            if coefficient is not None:
-                multiply(self._gradients, coefficient)
-        else:
-            self._multiply_for_optimizer(coefficient)
-
-    def _multiply_for_optimizer(self, coefficient: Tensor | None) -> None:
-        narrow = [shard.main.grad for shard in self._shards if shard.main.grad is not None and self._is_narrow(shard)]
+            return
         if coefficient is not None:
-            wide = [g for shard, g in zip(self._shards, self._gradients, strict=True) if not self._is_narrow(shard)]
-            multiply([*wide, *narrow] if narrow else self._gradients, coefficient)
-        if not narrow:
-            for shard, gradient in zip(self._shards, self._gradients, strict=True):
-                if self._is_narrow(shard):
-                    shard.main.grad = gradient.to(shard.main.dtype).view_as(shard.main)
+            multiply(self._gradients, coefficient)
+        self._give_narrow(anew=coefficient is not None)
+
+    def _give_wide(self) -> None:
+        """Let main parameters see their gradients, those of the same dtype: views."""
+        for shard, gradient in zip(self._shards, self._gradients, strict=True):
+            if shard.main in self.left_out:
+                shard.main.grad = None
+            elif shard.main.dtype == gradient.dtype:
+                shard.main.grad = gradient.view_as(shard.main)
+
+    def _give_narrow(self, *, anew: bool) -> None:
+        """Round gradients for an optimizer that wants them in 16 bits; ``anew``: they may have changed since."""
+        if self._direct:
+            return
+        for shard, gradient in zip(self._shards, self._gradients, strict=True):
+            if self._is_narrow(shard) and shard.main not in self.left_out and (anew or shard.main.grad is None):
+                shard.main.grad = gradient.to(shard.main.dtype).view_as(shard.main)
 
     @staticmethod
     def _is_narrow(shard: Shard) -> bool:
@@ -169,6 +208,7 @@ class GradientFinisher:
     def clear(self) -> None:
         """Forget the step."""
         self.should_skip, self._factor, self._deferred, self._finite = False, None, False, None
+        self.left_out, self._is_watched, self._has_stale_norm = set(), False, False
         for shard in self._shards:
             shard.main.grad = None
 

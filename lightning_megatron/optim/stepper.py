@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,14 +69,37 @@ class Stepper:
         if self._fused is not None:
             self._fused.prepare()
 
-    def step(self, factor: torch.Tensor | None, *, confirm: Callable[[], None], **kwargs: Any) -> None:
+    def step(
+        self, factor: torch.Tensor | None, without: Collection[torch.Tensor], *, confirm: Callable[[], None], **kwargs: Any
+    ) -> None:
         """Step on everything.
 
         Args:
             factor: what gradients are still to be multiplied by (0-dim), if ``reads_buffer``.
+            without: main parameters that are left as they are.
             confirm: called before the step counts as taken.
             kwargs: for the optimizer's ``step``.
         """
+        if without:
+            with self._leaving_out(without):
+                self._step(factor, confirm, **kwargs)
+        else:
+            self._step(factor, confirm, **kwargs)
+
+    @contextmanager
+    def _leaving_out(self, without: Collection[torch.Tensor]) -> Iterator[None]:
+        groups = self._optimizer.param_groups
+        members = [group["params"] for group in groups]
+        try:
+            for group, params in zip(groups, members, strict=True):
+                group["params"] = [main for main in params if main not in without]
+            self.prepare()  # for these
+            yield
+        finally:
+            for group, params in zip(groups, members, strict=True):
+                group["params"] = params
+
+    def _step(self, factor: torch.Tensor | None, confirm: Callable[[], None], **kwargs: Any) -> None:
         if self._fused is not None:
             self._fused.step(factor, confirm=confirm, **kwargs)
             if self._pieces is not None and factor is not None:

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import nn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.mesh import Mesh
@@ -19,6 +20,20 @@ from lightning_megatron.pipeline.stage import OtherStage
 
 _EMPTY = "empty parameter list"
 _PLACEHOLDER = "_nothing_to_train"
+
+
+def check_backward(module: LightningModule) -> None:
+    """Refuse a ``backward`` of the module's own that nobody would call: the schedule runs the backwards.
+
+    Raises:
+        ValueError: it has one, under automatic optimization.
+    """
+    if module.automatic_optimization and is_overridden("backward", module):
+        raise ValueError(
+            f"{type(module).__name__} overrides backward, which MegatronStrategy does not call: its schedule runs the backward "
+            f"of each micro-batch inside of training_step. Change the loss in training_step and gradients in "
+            f"on_after_backward, or set self.automatic_optimization = False."
+        )
 
 
 def configure_on_every_stage(configure: Callable[[], None], module: LightningModule, mesh: Mesh) -> nn.Parameter | None:
@@ -102,22 +117,40 @@ class ManualOptimization:
         mesh: Mesh,
     ) -> None:
         self._module, self._optimizers, self._mesh = module, optimizers, mesh
+        self._finished: set[DistributedOptimizer] = set()
         for distributed, wrapper in zip(optimizers, wrappers, strict=True):
-            zero_grad = partial(_zero_grad, distributed)
+            zero_grad = partial(self._zero_grad, distributed)
             for instance in (distributed.optimizer, wrapper):  # the wrapper does not ask what it wraps
                 instance.__dict__["zero_grad"] = zero_grad
 
     @contextmanager
     def toggled(self) -> Iterator[None]:
-        """Inside the ``with`` block parameters get no gradient whose optimizer Lightning's ``toggle_optimizer`` left out."""
+        """Inside the ``with`` block parameters get no gradient whose optimizer Lightning's ``toggle_optimizer`` left out.
+
+        Nor may one arrive at an optimizer whose gradients are final: they have been reduced and clipped.
+
+        Raises:
+            RuntimeError: one has.
+        """
         off = [param for distributed in self._toggled_off() for param in distributed.parameters if param.requires_grad]
         for param in off:
             param.requires_grad_(False)
+        final = [param for distributed in self._finished for param in distributed.parameters if param.requires_grad]
+        hooks = [param.register_post_accumulate_grad_hook(self._refuse) for param in final]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
+            for hook in hooks:
+                hook.remove()
             for param in off:
                 param.requires_grad_(True)
+
+    def _refuse(self, param: Tensor) -> None:
+        raise RuntimeError(
+            f"{self._mesh.coordinate} manual_backward reached a parameter of shape {tuple(param.shape)} whose optimizer's "
+            f"gradients are final: clip_gradients has reduced and clipped them, and nothing can be added any more. Call "
+            f"clip_gradients after the last manual_backward of a step, then optimizer.step() or optimizer.zero_grad()."
+        )
 
     def _toggled_off(self) -> list[DistributedOptimizer]:
         if not self._module.__dict__.get("_param_requires_grad_state"):
@@ -129,11 +162,18 @@ class ManualOptimization:
         return [distributed for distributed in self._optimizers if distributed not in on]
 
     def finish(self, distributed: DistributedOptimizer, *, loss_scale: float | None) -> None:
-        """Reduce the gradients of one optimizer, as a mean over the replicas, before its step."""
+        """Reduce the gradients of one optimizer, as a mean over the replicas, before its step; once until they are cleared."""
+        if distributed in self._finished:
+            return
+        self._finished.add(distributed)
         distributed.reduce_gradients()
         counts = float(self._mesh.tp.is_first)  # each replica once
         distributed.finish_gradients(num_tokens=torch.full((), counts, device=self._mesh.device), loss_scale=loss_scale)
 
+    def cleared(self, distributed: DistributedOptimizer) -> None:
+        """Say that the gradients of one optimizer have been cleared: by its step, or by ``zero_grad``."""
+        self._finished.discard(distributed)
 
-def _zero_grad(distributed: DistributedOptimizer, set_to_none: bool = True) -> None:
-    distributed.zero_gradients()
+    def _zero_grad(self, distributed: DistributedOptimizer, set_to_none: bool = True) -> None:
+        distributed.zero_gradients()
+        self.cleared(distributed)

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
@@ -25,6 +25,7 @@ from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.strategy.failure import FailureWatch, describe, end_if_uncaught, end_process, say
 from lightning_megatron.strategy.launchers import CopyLauncher, ScriptLauncher
+from lightning_megatron.strategy.optimizers import check_backward
 from lightning_megatron.strategy.options import check_devices, check_module, check_plugins, check_process_group, check_trainer
 
 
@@ -136,6 +137,8 @@ class ProcessesStrategy(ParallelStrategy):
             check_trainer(trainer, self.parallelism)
         if self.lightning_module is not None:
             check_module(self.lightning_module, self.parallelism)
+            if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+                check_backward(self.lightning_module)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers which rank this is."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -19,6 +20,7 @@ from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizer, DistributedOptimizerConfig
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.strategy.checkpointing import CheckpointingStrategy
+from lightning_megatron.strategy.finishing import HandledOptimizer
 from lightning_megatron.strategy.optimizers import ManualOptimization, configure_on_every_stage, drop, stage_parameters
 from lightning_megatron.strategy.prepare import share_buffers
 from lightning_megatron.strategy.same_batch import check_same_batch
@@ -37,6 +39,8 @@ class SteppingStrategy(CheckpointingStrategy):
         self._metrics: MetricSync | None = None
         self._manual: ManualOptimization | None = None
         self._accumulating = False
+        # What the buffers hold: nothing, this rank's shares of gradients, or gradients that only wait for the step.
+        self._gradients: Literal["none", "shares", "final"] = "none"
         self._batch_checked = False
         self._hides_gradients = False
         self._defers_scaling = False
@@ -63,12 +67,17 @@ class SteppingStrategy(CheckpointingStrategy):
         placeholder = configure_on_every_stage(lambda: configure(trainer), self._module, self.mesh)
         drop(placeholder, self.optimizers)
         self._steps.optimizers = [self._distributed_optimizer(optimizer) for optimizer in self.optimizers]
+        self._steps.forget_tokens()
+        self._gradients = "none"
         self._steps.scale_loss = self._precision.scale_loss
-        self._precision.finishers = {id(d.optimizer): d for d in self._distributed}
+        self._precision.finishers = {
+            id(d.optimizer): HandledOptimizer(d, self._finish_by_hand, whole_step=self._raw_step) for d in self._distributed
+        }
         self._manual = None
         self._batch_checked = False
         self._hides_gradients = _overrides(_ZERO_GRAD_HOOKS, self._module, trainer)
-        self._defers_scaling = not _overrides(_GRADIENT_HOOKS, self._module, trainer)
+        # On all ranks alike: a norm that is taken again takes all of them, and a callback may be on one rank alone.
+        self._defers_scaling = self.reduce_boolean_decision(not _overrides(_GRADIENT_HOOKS, self._module, trainer))
 
     def _distributed_optimizer(self, optimizer: Optimizer) -> DistributedOptimizer:
         distributed = DistributedOptimizer(
@@ -96,17 +105,38 @@ class SteppingStrategy(CheckpointingStrategy):
                 return self._module.training_step(*args, **kwargs)
         trainer = self._module.trainer
         loop = trainer.fit_loop.epoch_loop
+        backward = not loop.automatic_optimization._skip_backward
+        if backward:
+            self._begin_gradients(loop.batch_idx, accumulate=trainer.accumulate_grad_batches)
         output: STEP_OUTPUT = self._steps.train(
             args,
             batch_number=loop.total_batch_idx,
             accumulate=trainer.accumulate_grad_batches,
-            backward=not loop.automatic_optimization._skip_backward,
+            backward=backward,
             is_last=not self._accumulating,
         )
         if self._hides_gradients:
             for distributed in self._distributed:
                 distributed.hide_gradients()
         return output
+
+    def _begin_gradients(self, batch_idx: int, *, accumulate: int) -> None:
+        """Drop what batches without a step have left, where Lightning zeroes gradients: here it does so after the backward.
+
+        Raises:
+            RuntimeError: gradients that are reduced and divided already would be added to.
+        """
+        before, self._gradients = self._gradients, "shares"
+        is_first = batch_idx % accumulate == 0
+        if before == "final" and (not is_first or is_overridden("optimizer_zero_grad", self._module)):
+            raise RuntimeError(
+                f"{self.mesh.coordinate} the closure of batch {batch_idx} is run although the gradients of one before are "
+                f"reduced and have not been stepped with: only the first of accumulate_grad_batches={accumulate} drops them, "
+                f"and only without an optimizer_zero_grad of the module's own. Step after each closure, or set "
+                f"accumulate_grad_batches=1 and remove optimizer_zero_grad."
+            )
+        if before != "none" and is_first:
+            self._steps.drop_gradients()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -136,6 +166,7 @@ class SteppingStrategy(CheckpointingStrategy):
         closure_loss = self._precision.pre_backward(closure_loss, self._module)
         if not self._accumulating:
             self._steps.finish_gradients(loss_scale=self._precision.loss_scale, defer=self._defers_scaling)
+            self._gradients = "final"
         return self._precision.post_backward(closure_loss, self._module)
 
     @contextmanager
@@ -154,15 +185,35 @@ class SteppingStrategy(CheckpointingStrategy):
 
         def finished() -> Any:
             result = closure()
-            if self._manual is not None:
-                self._manual.finish(distributed, loss_scale=self._precision.loss_scale)
+            self._finish_by_hand(distributed)
             return result
 
         result = super().optimizer_step(optimizer, finished, model, **kwargs)
+        self._update_parameters(distributed)
+        return result
+
+    def _raw_step(self, distributed: DistributedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """``step`` of the torch optimizer that Lightning wraps: as there, without hooks and clipping."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._precision.take_step(self._precision.finishers[id(distributed.optimizer)], **kwargs)
+        self._update_parameters(distributed)
+        return result
+
+    def _finish_by_hand(self, distributed: DistributedOptimizer) -> None:
+        """Make gradients final in manual optimization, if they are not: nothing else says which backward was the last."""
+        if self._manual is not None:
+            self._manual.finish(distributed, loss_scale=self._precision.loss_scale)
+
+    def _update_parameters(self, distributed: DistributedOptimizer) -> None:
         distributed.update_parameters()
+        self._gradients = "none"
+        if self._manual is not None:
+            self._manual.cleared(distributed)
         if self.mesh.dp_cp.size == 1 and self._precision.fp8 is not None:  # else parameters are on their way beside the forward
             make_weights(self._module, distributed.parameters)
-        return result
 
     # What can be logged
 
@@ -192,6 +243,7 @@ class SteppingStrategy(CheckpointingStrategy):
             wrapper.__dict__["add_param_group"] = distributed.add_param_group  # a wrapper does not ask what it wraps
         if not self._module.automatic_optimization:
             self._manual = ManualOptimization(self._module, self._distributed, wrappers=wrappers, mesh=self.mesh)
+        self._gradients = "shares" if self._at_start else "none"  # those of a run that goes on between two steps
         self._restore_at_start()
         self._watch_requeue()
 

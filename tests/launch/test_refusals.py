@@ -177,6 +177,11 @@ class Manual(Plain):
         self.automatic_optimization = False
 
 
+class OwnBackward(Plain):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * 2.0).backward()
+
+
 class TwoModels(Plain):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -224,6 +229,8 @@ PP2, TP2 = {"pp": 2}, {"tp": 2}
         (PP2, lambda: Plain(Unused()), ["Unused.extra", "neither first() nor last()", "Use it in"]),
         (PP2, lambda: Manual(Model()), ["Manual uses manual optimization", "pp=2", "automatic_optimization = True, or pp=1"]),
         (PP2, lambda: Iterates(Model()), ["Iterates.training_step(dataloader_iter)", "training_step(batch, batch_idx)"]),
+        (PP2, lambda: OwnBackward(Model()), ["OwnBackward overrides backward", "on_after_backward", "training_step"]),
+        ({}, lambda: OwnBackward(nn.Linear(4, 1)), ["OwnBackward overrides backward", "automatic_optimization = False"]),
         ({}, lambda: Iterates(nn.Linear(4, 1)), ["Iterates.training_step(dataloader_iter)", "write"]),
     ],
 )
