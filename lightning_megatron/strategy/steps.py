@@ -19,6 +19,7 @@ from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizer, DistributedOptimizerConfig
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.strategy.checkpointing import CheckpointingStrategy
+from lightning_megatron.strategy.epoch_names import EpochNames
 from lightning_megatron.strategy.optimizers import ManualOptimization, configure_on_every_stage, drop, stage_parameters
 from lightning_megatron.strategy.prepare import share_buffers
 from lightning_megatron.strategy.same_batch import check_same_batch
@@ -35,6 +36,7 @@ class SteppingStrategy(CheckpointingStrategy):
         super().__init__(*args, **kwargs)
         self._optimizer_config = DistributedOptimizerConfig()
         self._metrics: MetricSync | None = None
+        self._epoch_names: EpochNames | None = None
         self._manual: ManualOptimization | None = None
         self._accumulating = False
         self._batch_checked = False
@@ -51,6 +53,13 @@ class SteppingStrategy(CheckpointingStrategy):
         plugin = self.precision_plugin
         assert isinstance(plugin, MegatronPrecision)
         return plugin
+
+    @property
+    def _names(self) -> EpochNames:
+        trainer, names = self._module.trainer, self._epoch_names
+        if names is None or names.trainer is not trainer or names.mesh is not self.mesh:
+            self._epoch_names = names = EpochNames(trainer, self.mesh)
+        return names
 
     # Optimizers
 
@@ -192,21 +201,33 @@ class SteppingStrategy(CheckpointingStrategy):
             wrapper.__dict__["add_param_group"] = distributed.add_param_group  # a wrapper does not ask what it wraps
         if not self._module.automatic_optimization:
             self._manual = ManualOptimization(self._module, self._distributed, wrappers=wrappers, mesh=self.mesh)
+        self._names.begin_training()
         self._restore_at_start()
         self._watch_requeue()
 
     @override
     def on_train_end(self) -> None:
+        self._names.end_training()
         for distributed in self._distributed:
             distributed.widen_parameters()
 
     @override
     def on_validation_start(self) -> None:
         self._before_evaluation()
+        self._names.begin_evaluation()
 
     @override
     def on_test_start(self) -> None:
         self._before_evaluation()
+        self._names.begin_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._names.end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._names.end_evaluation()
 
     @override
     def on_predict_start(self) -> None:
