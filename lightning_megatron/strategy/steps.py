@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -19,6 +20,7 @@ from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizer, DistributedOptimizerConfig
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.strategy.checkpointing import CheckpointingStrategy
+from lightning_megatron.strategy.combined import check_combined_batch
 from lightning_megatron.strategy.epoch_names import EpochNames
 from lightning_megatron.strategy.optimizers import ManualOptimization, configure_on_every_stage, drop, stage_parameters
 from lightning_megatron.strategy.prepare import share_buffers
@@ -31,6 +33,9 @@ _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_g
 
 class SteppingStrategy(CheckpointingStrategy):
     """Turns Lightning's calls for a batch into runs of the schedule."""
+
+    _micro_batch_size: int | None
+    _num_microbatches: int | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,6 +110,7 @@ class SteppingStrategy(CheckpointingStrategy):
                 return self._module.training_step(*args, **kwargs)
         trainer = self._module.trainer
         loop = trainer.fit_loop.epoch_loop
+        self._check_combined(args[0], trainer.fit_loop._combined_loader)
         output: STEP_OUTPUT = self._steps.train(
             args,
             batch_number=loop.total_batch_idx,
@@ -119,17 +125,23 @@ class SteppingStrategy(CheckpointingStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._check_combined(args[0], self._module.trainer._evaluation_loop._combined_loader)
         output: STEP_OUTPUT = self._steps.evaluate("validation_step", args)
         return output
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._check_combined(args[0], self._module.trainer._evaluation_loop._combined_loader)
         output: STEP_OUTPUT = self._steps.evaluate("test_step", args)
         return output
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._steps.evaluate("predict_step", args)
+
+    def _check_combined(self, batch: Any, loader: CombinedLoader | None) -> None:
+        numbers = {"micro_batch_size": self._micro_batch_size, "num_microbatches": self._num_microbatches}
+        check_combined_batch(batch, loader, self._module, mesh=self.mesh, **numbers)
 
     # Gradients
 
