@@ -137,7 +137,7 @@ class SteppingStrategy(CheckpointingStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._steps.evaluate("predict_step", args)
+        return self._steps.evaluate("predict_step", args, run=self._ready.predict_run)
 
     def _check_combined(self, batch: Any, loader: CombinedLoader | None) -> None:
         numbers = {"micro_batch_size": self._micro_batch_size, "num_microbatches": self._num_microbatches}
@@ -244,6 +244,7 @@ class SteppingStrategy(CheckpointingStrategy):
     @override
     def on_predict_start(self) -> None:
         self._before_evaluation()
+        self._ready.predict_run += 1
 
     def _before_evaluation(self) -> None:
         self._wait_parameters()
