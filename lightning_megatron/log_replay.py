@@ -8,7 +8,8 @@ rank what one process would have seen.
 
 Note [One value of an epoch]
 Callbacks decide by the values of an epoch. Replicas that decide by their own would part (shards of one optimizer would even
-get unlike learning rates), so a value kept for the epoch is always reduced over them, as ``sync_dist=True`` does.
+get unlike learning rates), so a value kept for the epoch is always reduced over them, as ``sync_dist=True`` does. In an
+evaluation replicas may have unlike numbers of batches: what is shown by step too is reduced at the end (epoch_names.py).
 
 A step costs a small CPU broadcast (which schema, batch sizes) and a packed tensor on the device; a new schema is sent once.
 """
@@ -306,7 +307,9 @@ class LogRecorder:
         """Whether Lightning keeps the value for the end of the epoch: see Note [One value of an epoch]."""
         if entry.kind != "value" or entry.on_one_rank or self._mesh.dp_cp.size == 1:
             return False
-        on_epoch = dict(entry.arguments).get("on_epoch")
+        on_epoch, on_step = (dict(entry.arguments).get(name) for name in ("on_epoch", "on_step"))
+        if on_step and self._module._current_fx_name in ("validation_step", "test_step"):
+            return False
         return self._module._current_fx_name != "training_step" if on_epoch is None else bool(on_epoch)
 
 

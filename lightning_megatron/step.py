@@ -138,14 +138,20 @@ class TrainingEngine:
         loss = self._recorder.replay(losses.mean(self._mesh.cp), losses.tokens)
         return _with_extras(loss, outputs, batch.sizes)
 
-    def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
+    def evaluate(self, name: str, args: tuple[Any, ...], *, run: int = 0) -> Any:
         """Run ``validation_step``, ``test_step`` or ``predict_step``, forwards only; its outputs put together.
 
         Predictions come back on every rank of the pipeline, other outputs on the last stage alone.
+
+        Args:
+            name: of the step.
+            args: what Lightning passes to it: the batch, then its indices if the signature has them.
+            run: each run draws its own random numbers: dropout that a prediction keeps on is to be sampled anew.
         """
         self._wait_parameters()
         batch, layouts = self._cutter(self.split(args[0]))
-        step = self._step(name, batch, layouts, args[1:], args[1:], None)
+        position = (*args[1:], "run", run) if run else args[1:]
+        step = self._step(name, batch, layouts, args[1:], position, None)
         outputs = self._run("forward_only", step, batch)
         if name == "predict_step":
             outputs = [joined(output, layout, self._mesh.cp) for output, layout in zip(outputs, layouts, strict=False)]

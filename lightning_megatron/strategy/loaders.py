@@ -8,9 +8,10 @@ each replica keeps its share; where that cannot be (a sampler without a length),
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.data import _is_dataloader_shuffled, _update_dataloader
+from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_megatron.comm import all_gather_object
@@ -34,29 +35,57 @@ def shard_over_replicas(loader: DataLoader[Any], trainer: Trainer, *, mesh: Mesh
     The order is shuffled where the user's loader shuffled, see Note [One order on all ranks]. A loader with a
     ``DistributedSampler`` of the user's, or over an ``IterableDataset``, is left as it is.
     """
-    if has_iterable_dataset(loader) or isinstance(loader.sampler, DistributedSampler):
+    own = _sampler_of(loader)
+    if has_iterable_dataset(loader) or isinstance(own, DistributedSampler):
         return loader
     plain_batches = type(loader.batch_sampler) in (BatchSampler, type(None))
-    plain = plain_batches and _takes_each_once(loader.sampler)
-    if mesh.dp.size == 1 and not (plain_batches and trainer.training and _has_length(loader.sampler)):
+    plain = plain_batches and _takes_each_once(own, loader.dataset)
+    if mesh.dp.size == 1 and not (plain_batches and trainer.training and _has_length(own)):
         return loader
-    shuffled = plain and _is_dataloader_shuffled(loader)
     sampler = ReplicaSampler(
-        loader.dataset if plain else loader.sampler,  # type: ignore[arg-type]
+        loader.dataset if plain else own,  # type: ignore[arg-type]
         num_replicas=mesh.dp.size,
         rank=mesh.dp.rank,
-        shuffle=shuffled,
+        shuffle=plain and type(own) is RandomSampler,
         seed=seed & 0x7FFFFFFF,
-        inner=None if plain else loader.sampler,
+        inner=None if plain else own,
     )
+    if plain_batches and _has_given_batches(loader):
+        return _in_batches_of(loader, sampler)
     return _update_dataloader(loader, sampler, mode=trainer.state.stage)
 
 
-def _takes_each_once(sampler: Any) -> bool:
+def _has_given_batches(loader: DataLoader[Any]) -> bool:
+    """Whether the user gave ``batch_sampler=``: ``loader.sampler`` is then one of torch's that nobody reads."""
+    return loader.batch_sampler is not None and loader.batch_size is None
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """What gives the order of the samples."""
+    if not _has_given_batches(loader):
+        return loader.sampler
+    inner: Any = getattr(loader.batch_sampler, "sampler", None)
+    known = type(loader.batch_sampler) is BatchSampler or (isinstance(inner, Iterable) and _has_length(inner))
+    return inner if known else loader.sampler
+
+
+def _in_batches_of(loader: DataLoader[Any], sampler: ReplicaSampler) -> DataLoader[Any]:
+    """A copy of a loader with a ``BatchSampler``, which reads batches of the same size in another order.
+
+    Lightning would make it anew with ``sampler=``, and so without the size of its batches.
+    """
+    batches: Any = loader.batch_sampler
+    copied = copy.copy(loader)
+    # A DataLoader refuses assignment; workers that are there already belong to the original.
+    copied.__dict__.update(batch_sampler=BatchSampler(sampler, batches.batch_size, batches.drop_last), _iterator=None)
+    return copied
+
+
+def _takes_each_once(sampler: Any, dataset: Any) -> bool:
     """Whether it is torch's own for ``shuffle=True`` or ``False``: every sample once."""
     if type(sampler) is RandomSampler:
-        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    return type(sampler) is SequentialSampler
+        return not sampler.replacement and sampler.data_source is dataset and sampler.num_samples == len(dataset)
+    return type(sampler) is SequentialSampler and sampler.data_source is dataset
 
 
 def _has_length(sampler: Any) -> bool:

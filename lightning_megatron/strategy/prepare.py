@@ -41,6 +41,9 @@ class PreparedModule:
         recomputed: which activations are computed again in the backward.
         offloads: whether what layers save waits on the host for the backward.
         graphs: whether layers run as CUDA graphs.
+
+    Attributes:
+        predict_run: number of the last run of ``predict`` in this process, under any Trainer, from 0; -1 before the first.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class PreparedModule:
             materialize(child, device=mesh.device, seed=seed)
         module.to(mesh.device)
         self.executor = self._new_executor(context)
+        self.predict_run = -1
 
     @classmethod
     def of(cls, module: LightningModule) -> PreparedModule | None:

@@ -24,6 +24,7 @@ from lightning_megatron.comm import all_gather_from, all_reduce
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.parallelism import Parallelism
 from lightning_megatron.strategy.failure import FailureWatch, describe, end_if_uncaught, end_process, say
+from lightning_megatron.strategy.finetuning import refuse_finetuning
 from lightning_megatron.strategy.launchers import CopyLauncher, ScriptLauncher
 from lightning_megatron.strategy.optimizers import check_backward
 from lightning_megatron.strategy.options import check_devices, check_module, check_plugins, check_process_group, check_trainer
@@ -135,6 +136,7 @@ class ProcessesStrategy(ParallelStrategy):
     def _check_before_launch(self, trainer: Trainer | None) -> None:
         if trainer is not None:
             check_trainer(trainer, self.parallelism)
+            refuse_finetuning(trainer)
         if self.lightning_module is not None:
             check_module(self.lightning_module, self.parallelism)
             if trainer is not None and trainer.state.fn == TrainerFn.FITTING:

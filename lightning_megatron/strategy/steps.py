@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -20,6 +21,8 @@ from lightning_megatron.metrics import MetricSync
 from lightning_megatron.optim.distributed import DistributedOptimizer, DistributedOptimizerConfig
 from lightning_megatron.precision import MegatronPrecision
 from lightning_megatron.strategy.checkpointing import CheckpointingStrategy
+from lightning_megatron.strategy.combined import check_combined_batch
+from lightning_megatron.strategy.epoch_names import EpochNames
 from lightning_megatron.strategy.finishing import HandledOptimizer
 from lightning_megatron.strategy.optimizers import ManualOptimization, configure_on_every_stage, drop, stage_parameters
 from lightning_megatron.strategy.prepare import share_buffers
@@ -33,10 +36,14 @@ _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_g
 class SteppingStrategy(CheckpointingStrategy):
     """Turns Lightning's calls for a batch into runs of the schedule."""
 
+    _micro_batch_size: int | None
+    _num_microbatches: int | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._optimizer_config = DistributedOptimizerConfig()
         self._metrics: MetricSync | None = None
+        self._epoch_names: EpochNames | None = None
         self._manual: ManualOptimization | None = None
         self._accumulating = False
         # What the buffers hold: nothing, this rank's shares of gradients, or gradients that only wait for the step.
@@ -55,6 +62,13 @@ class SteppingStrategy(CheckpointingStrategy):
         plugin = self.precision_plugin
         assert isinstance(plugin, MegatronPrecision)
         return plugin
+
+    @property
+    def _names(self) -> EpochNames:
+        trainer, names = self._module.trainer, self._epoch_names
+        if names is None or names.trainer is not trainer or names.mesh is not self.mesh:
+            self._epoch_names = names = EpochNames(trainer, self.mesh)
+        return names
 
     # Optimizers
 
@@ -108,6 +122,7 @@ class SteppingStrategy(CheckpointingStrategy):
         backward = not loop.automatic_optimization._skip_backward
         if backward:
             self._begin_gradients(loop.batch_idx, accumulate=trainer.accumulate_grad_batches)
+        self._check_combined(args[0], trainer.fit_loop._combined_loader)
         output: STEP_OUTPUT = self._steps.train(
             args,
             batch_number=loop.total_batch_idx,
@@ -140,17 +155,23 @@ class SteppingStrategy(CheckpointingStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._check_combined(args[0], self._module.trainer._evaluation_loop._combined_loader)
         output: STEP_OUTPUT = self._steps.evaluate("validation_step", args)
         return output
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._check_combined(args[0], self._module.trainer._evaluation_loop._combined_loader)
         output: STEP_OUTPUT = self._steps.evaluate("test_step", args)
         return output
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._steps.evaluate("predict_step", args)
+        return self._steps.evaluate("predict_step", args, run=self._ready.predict_run)
+
+    def _check_combined(self, batch: Any, loader: CombinedLoader | None) -> None:
+        numbers = {"micro_batch_size": self._micro_batch_size, "num_microbatches": self._num_microbatches}
+        check_combined_batch(batch, loader, self._module, mesh=self.mesh, **numbers)
 
     # Gradients
 
@@ -244,25 +265,38 @@ class SteppingStrategy(CheckpointingStrategy):
         if not self._module.automatic_optimization:
             self._manual = ManualOptimization(self._module, self._distributed, wrappers=wrappers, mesh=self.mesh)
         self._gradients = "shares" if self._at_start else "none"  # those of a run that goes on between two steps
+        self._names.begin_training()
         self._restore_at_start()
         self._watch_requeue()
 
     @override
     def on_train_end(self) -> None:
+        self._names.end_training()
         for distributed in self._distributed:
             distributed.widen_parameters()
 
     @override
     def on_validation_start(self) -> None:
         self._before_evaluation()
+        self._names.begin_evaluation()
 
     @override
     def on_test_start(self) -> None:
         self._before_evaluation()
+        self._names.begin_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._names.end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._names.end_evaluation()
 
     @override
     def on_predict_start(self) -> None:
         self._before_evaluation()
+        self._ready.predict_run += 1
 
     def _before_evaluation(self) -> None:
         self._wait_parameters()

@@ -9,14 +9,16 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_megatron import MegatronPrecision, MegatronStrategy
 from lightning_megatron.models import GPT, GPTConfig
 from lightning_megatron.models.gpt_module import GPTModule
+from lightning_megatron.strategy.finetuning import refuse_finetuning
 from lightning_megatron.testing import run_distributed
 
 from .failing_script import Model
@@ -260,6 +262,15 @@ def test_a_model_without_a_head_and_a_compiled_module_are_refused_before_a_proce
 )
 def test_callbacks_that_break_are_refused_before_a_process_starts(callback: Any, parts: list[str]) -> None:
     refusal(lambda: trainer(2, PP2, callbacks=[callback()]).fit(Plain(Model()), DataLoader(samples())), *parts)
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_finetuning_callbacks_are_refused_in_fit_with_what_to_do_instead() -> None:
+    thaws = trainer(2, {}, callbacks=[BackboneFinetuning()])
+    parts = ["BackboneFinetuning (a BaseFinetuning)", "Remove the callback", "self.optimizers().add_param_group"]
+    refusal(lambda: thaws.fit(Plain(Model()), DataLoader(samples())), *parts)
+    thaws.state.fn = TrainerFn.VALIDATING
+    refuse_finetuning(thaws)
 
 
 # On the ranks, before the first step

@@ -11,10 +11,26 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from lightning_megatron import MegatronStrategy
-from tests.lightning_features.harness import FEATURES, History, Regression, Run, Scenarios, on_ranks, regression_data
+from tests.lightning_features.harness import (
+    FEATURES,
+    History,
+    Regression,
+    Run,
+    Scenarios,
+    on_ranks,
+    regression_data,
+)
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2, "micro_batch_size": 3}),
@@ -277,3 +293,38 @@ def test_a_batch_sampler_of_the_users_is_kept_for_one_replica(tmp_path: Any) -> 
         return len(module.read[0])
 
     assert on_ranks(run_it, 2, tmp_path, pp=2, micro_batch_size=4) == [25, 25]
+
+
+class Sampled(Regression):
+    """Keeps dropout on in predictions, and draws in the step too."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.model.train()
+        return self.model(batch[0]).squeeze(-1) + torch.rand(())
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp": 2, "micro_batch_size": 3}], ids=str)
+def test_each_run_of_predict_samples_dropout_anew_and_a_new_process_the_same(layout: dict[str, Any], tmp_path: Any) -> None:
+    def run_it(run: Run) -> list[Tensor]:
+        L.seed_everything(5, verbose=False)
+        first, module = run.trainer(), Sampled(dropout=0.5)
+        trainers = [first, first, run.trainer()]
+        return [torch.cat(trainer.predict(module, run.loader(VAL, 8))) for trainer in trainers]
+
+    ranks, again = (on_ranks(run_it, 2, tmp_path, **layout) for _ in range(2))
+    for predicted, repeated in zip(ranks, again, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(predicted, repeated, strict=True))
+        for other in predicted[1:]:
+            assert not torch.isclose(predicted[0], other).any()
+        assert not torch.isclose(predicted[1], predicted[2]).any()
+    if "pp" in layout:
+        assert all(torch.equal(one, other) for one, other in zip(*ranks, strict=True))
+
+
+def test_predictions_without_dropout_do_not_depend_on_the_run(tmp_path: Any) -> None:
+    def run_it(run: Run) -> list[Tensor]:
+        trainer, module = run.trainer(), Regression(dropout=0.5)
+        return [torch.cat(trainer.predict(module, run.loader(VAL, 8))) for _ in range(2)]
+
+    for first, second in on_ranks(run_it, 2, tmp_path, pp=2):
+        assert torch.equal(first, second)
