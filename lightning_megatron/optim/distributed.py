@@ -33,8 +33,9 @@ from lightning_megatron.optim.kept import KeptValues
 from lightning_megatron.optim.late import LateGroups
 from lightning_megatron.optim.narrow import Holders, NarrowParameters
 from lightning_megatron.optim.reduction import check_agreement, check_peers, plan_sums
-from lightning_megatron.optim.shards import Shard, by_dtype
+from lightning_megatron.optim.shards import Shard
 from lightning_megatron.optim.stepper import Stepper
+from lightning_megatron.optim.written import MainValues
 
 __all__ = ["DistributedOptimizer", "DistributedOptimizerConfig"]
 
@@ -123,6 +124,7 @@ class DistributedOptimizer:
         self._arrivals = Arrivals(self._buckets, self._names, mesh=mesh, **options)
         self._guard = ParameterGuard(self._buckets)
         self._sums = plan_sums(cut.local, cut.gradients, mesh=mesh)
+        self._mains = MainValues(self._buckets, cut, names=self._names, mesh=mesh)
         self.kept = KeptValues(self.optimizer, cut, config)
         self._stepper = Stepper(self.optimizer, cut, config=config, device=mesh.device)
         self._finisher = GradientFinisher(
@@ -138,7 +140,7 @@ class DistributedOptimizer:
 
     def _extend(self, trainable: Sequence[tuple[str, nn.Parameter]], group: dict[str, Any]) -> None:
         """Train more parameters, whose group the optimizer has already. In buckets of their own, after the others."""
-        self.wait_parameters()
+        self.take_in_values()
         buckets, cut = self._lay_out(trainable, {})
         check_peers(buckets, mesh=self.mesh)
         install_shards(self.optimizer, cut.shards, groups=[group])
@@ -245,6 +247,7 @@ class DistributedOptimizer:
         Raises:
             RuntimeError: what ``finish_gradients`` has left to it.
         """
+        self.take_in_values()
         for matrix in self._cut.gathered:
             matrix.before_step()
         self._stepper.step(self._finisher.take_factor(), confirm=self._finisher.confirm, **kwargs)
@@ -261,8 +264,8 @@ class DistributedOptimizer:
             self.zero_gradients()
             return
         self.wait_parameters()  # of the step before, if nothing has read them
-        for mains, values in self._copies(written=self._stepper.writes_values):
-            torch._foreach_copy_(values, mains)
+        if not self._stepper.writes_values:
+            self._mains.publish()
         self._narrow.publish()
         for bucket in reversed(self._buckets):  # in the order in which a forward wants them
             bucket.launch_gather()
@@ -318,27 +321,20 @@ class DistributedOptimizer:
         for bucket in self._buckets:
             bucket.show()
 
+    def take_in_values(self) -> None:
+        """Let main shards follow what others have written into parameters since the last step; see ``optim/written.py``."""
+        self.wait_parameters()
+        self._mains.take_in()
+
     def refresh_main(self) -> None:
         """Read the main shards from the parameters again, after weights were loaded into the parameters alone."""
         self.wait_parameters()
-        for mains, values in self._copies():
-            torch._foreach_copy_(mains, values)
+        self._mains.refresh()
         self._narrow.refresh()
-        for store in self._cut.stores.values():
-            store.refresh()
-        for matrix in self._cut.gathered:
-            matrix.refresh()
 
-    @torch.no_grad()
     def refresh_shard(self, shard: Shard) -> None:
         """Read one main shard from the parameter. For a gathered one the ranks of tp call it together."""
-        if shard.gathered:
-            next(matrix for matrix in self._cut.gathered if matrix.shard is shard).refresh()
-        elif (store := self._cut.stores.get(shard.main)) is not None:
-            store.refresh()
-        else:
-            flat = shard.param.detach().reshape(-1)[shard.start : shard.stop]
-            shard.main.copy_(flat.view(shard.main.shape))
+        self._mains.refresh_shard(shard)
 
     @contextmanager
     def wide_parameters(self, *, changed: bool = False) -> Iterator[None]:
@@ -346,9 +342,11 @@ class DistributedOptimizer:
 
         All ranks enter it together. ``changed``: main values may be others afterwards, and the 8 bits follow them.
         """
-        self.wait_parameters()
+        self.take_in_values()
         with self._narrow.wide():
             yield
+        if changed:
+            self._mains.accept()
         if changed and self._narrow.is_in_use:
             self._send_narrow()
 
@@ -364,25 +362,6 @@ class DistributedOptimizer:
                 bucket.launch_gather()
         self.wait_parameters()
         self._narrow.narrow()
-
-    def _copies(self, *, written: bool = False) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Main shards that are copies, and the ranges of the parameter buffer they belong to, one pair of lists a dtype.
-
-        Args:
-            written: leave everything out: whoever changed the main shards has written the ranges, too.
-        """
-        if written:
-            return []
-        apart = {id(main) for main in self._cut.stores} | {id(shard.main) for shard in self.shards if shard.gathered}
-        pairs = [
-            (shard.main.detach().view(-1), value)
-            for shard, value in zip(self.shards, self._cut.values, strict=True)
-            if shard.main.dtype != value.dtype and id(shard.main) not in apart
-        ]
-        values = by_dtype(value for _, value in pairs)
-        dtypes = [same[0].dtype for same in values]
-        mains = [[main for main, value in pairs if value.dtype == dtype] for dtype in dtypes]
-        return list(zip(mains, values, strict=True))
 
     def close(self) -> None:
         """Let go of the parameters: ``grad`` is ``None``, hooks are gone, gradient buffers are freed, values stay.
