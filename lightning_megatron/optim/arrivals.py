@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from weakref import ref
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.buffers import Bucket
@@ -21,6 +22,9 @@ class Arrivals:
         stages: the parameters of each pipeline stage on this rank.
         mesh: for messages.
         overlap: launch during backwards; otherwise everything is launched by ``all_done``.
+
+    Attributes:
+        arrived: the parameters, by their number in the buckets, of which a gradient has arrived in this step.
     """
 
     def __init__(
@@ -40,9 +44,9 @@ class Arrivals:
         self._readiness = Readiness([[index[param] for param in bucket.params] for bucket in buckets])
         held = {stage: [index[param] for param in members if param in index] for stage, members in stages.items()}
         self._stages = StageOrder(held)
-        self._hooks = []
-        if overlap:
-            self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(params)]  # type: ignore[no-untyped-call]
+        self._index = index
+        self.arrived: set[int] = set()
+        self._hooks = [_hook_accumulation(param, self._hook(i)) for i, param in enumerate(params)]
 
     def last_backward(self, stage: int, pattern: Hashable) -> None:
         """The stage's last backward of the step begins."""
@@ -57,8 +61,13 @@ class Arrivals:
         """No more gradients come; launch what is left."""
         self._launch(self._readiness.finish_all())
 
+    def has_arrived(self, param: nn.Parameter) -> bool:
+        """Whether a gradient of the parameter has arrived in this step."""
+        return self._index[param] in self.arrived
+
     def reset(self) -> None:
         """Begin a new step."""
+        self.arrived.clear()
         self._readiness.reset()
         self._stages.reset()
 
@@ -78,7 +87,9 @@ class Arrivals:
         def arrived(_: Tensor) -> None:
             owner = weak()
             if owner is not None:
-                owner._arrived(param)
+                owner.arrived.add(param)
+                if owner._overlap:
+                    owner._arrived(param)
 
         return arrived
 
@@ -90,3 +101,11 @@ class Arrivals:
                 f"DistributedOptimizerConfig(overlap_grad_reduce=False) for a model whose use of parameters changes."
             )
         self._launch(self._readiness.arrived(param))
+
+
+def _hook_accumulation(param: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    is_trained = param.requires_grad
+    param.requires_grad_(True)  # torch hooks no parameter that is frozen at the moment
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    param.requires_grad_(is_trained)
+    return handle

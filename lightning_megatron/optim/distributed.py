@@ -28,13 +28,15 @@ from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.optim.cutting import Cut, cut_buckets
 from lightning_megatron.optim.elementwise import install_shards, trainable_parameters, wants_whole_parameters
 from lightning_megatron.optim.finish import GradientFinisher
+from lightning_megatron.optim.frozen import left_out, resting, take_over
 from lightning_megatron.optim.guard import ParameterGuard, wait_in_forwards
 from lightning_megatron.optim.kept import KeptValues
 from lightning_megatron.optim.late import LateGroups
 from lightning_megatron.optim.narrow import Holders, NarrowParameters
 from lightning_megatron.optim.reduction import check_agreement, check_peers, plan_sums
-from lightning_megatron.optim.shards import Shard, by_dtype
+from lightning_megatron.optim.shards import Shard
 from lightning_megatron.optim.stepper import Stepper
+from lightning_megatron.optim.written import MainValues
 
 __all__ = ["DistributedOptimizer", "DistributedOptimizerConfig"]
 
@@ -44,8 +46,9 @@ class DistributedOptimizer:
 
     The parameters' ``data`` and ``grad`` become views of flat buffers, and the optimizer's groups get this rank's flat
     ranges of them instead: fp32 copies of 16-bit parameters, views of fp32 and fp64 ones. Groups, options, schedulers and
-    the optimizer object stay the user's own. A parameter that got no gradient counts as one with a zero gradient. An optimizer
-    that is known to look at whole parameters (Muon and its kin) gets whole ones, each on one of the ranks.
+    the optimizer object stay the user's own. A parameter that got no gradient counts as one with a zero gradient, unless it
+    is frozen (``optim/frozen.py``). An optimizer that is known to look at whole parameters (Muon and its kin) gets whole ones,
+    each on one of the ranks.
 
     Collective over the world: all ranks make it together, also those without a trainable parameter.
 
@@ -86,6 +89,9 @@ class DistributedOptimizer:
         self._whole, self._main_params = wants_whole_parameters(optimizer), main_params
         named = list(named_parameters)
         trainable = trainable_parameters(optimizer, named)
+        self._late = LateGroups(optimizer, named, trainable, self._extend)
+        self.add_param_group: Callable[[dict[str, Any]], None] = self._late.add
+        self._resting: set[Tensor] = set()
         self._stages = dict(stages) if stages is not None else {0: [param for _, param in named]}
         self._names: dict[nn.Parameter, str] = {}
         self._hooked: list[nn.Module] = []
@@ -96,7 +102,6 @@ class DistributedOptimizer:
         self._assemble()
         check_agreement(self._buckets, self._sums, mesh=mesh)
         self._send_narrow()
-        self.add_param_group: Callable[[dict[str, Any]], None] = LateGroups(optimizer, named, trainable, self._extend).add
 
     def _lay_out(self, trainable: Sequence[tuple[str, nn.Parameter]], narrow: Holders) -> tuple[list[Bucket], Cut]:
         """Buckets and shards of parameters that have none."""
@@ -115,14 +120,16 @@ class DistributedOptimizer:
             buckets, self._names, mesh=self.mesh, config=config, main_params=self._main_params, whole=self._whole
         )
 
-    def _assemble(self, num_skipped: int = 0) -> None:
+    def _assemble(self, num_skipped: int = 0, arrived: Iterable[int] = ()) -> None:
         """Make what works on all buckets and shards, anew if there are more of them."""
         config, mesh, cut = self._config, self.mesh, self._cut
         self.shards: list[Shard] = cut.shards
         options: dict[str, Any] = {"stages": self._stages, "overlap": config.overlap_grad_reduce}
         self._arrivals = Arrivals(self._buckets, self._names, mesh=mesh, **options)
+        self._arrivals.arrived.update(arrived)
         self._guard = ParameterGuard(self._buckets)
         self._sums = plan_sums(cut.local, cut.gradients, mesh=mesh)
+        self._mains = MainValues(self._buckets, cut, names=self._names, mesh=mesh)
         self.kept = KeptValues(self.optimizer, cut, config)
         self._stepper = Stepper(self.optimizer, cut, config=config, device=mesh.device)
         self._finisher = GradientFinisher(
@@ -136,16 +143,22 @@ class DistributedOptimizer:
         )
         self._finisher.num_skipped = num_skipped
 
-    def _extend(self, trainable: Sequence[tuple[str, nn.Parameter]], group: dict[str, Any]) -> None:
-        """Train more parameters, whose group the optimizer has already. In buckets of their own, after the others."""
-        self.wait_parameters()
+    def _extend(
+        self,
+        trainable: Sequence[tuple[str, nn.Parameter]],
+        groups: Sequence[dict[str, Any]],
+        gradients: Mapping[nn.Parameter, Tensor | None],
+    ) -> None:
+        """Train more parameters, which alone are in these groups. In buckets of their own, after the others."""
+        self.take_in_values()
         buckets, cut = self._lay_out(trainable, {})
         check_peers(buckets, mesh=self.mesh)
-        install_shards(self.optimizer, cut.shards, groups=[group])
+        install_shards(self.optimizer, cut.shards, groups=groups)
+        take_over(gradients, buckets)
         self._buckets += buckets
         self._cut.extend(cut)
         self._arrivals.close()
-        self._assemble(self.num_skipped)
+        self._assemble(self.num_skipped, self._arrivals.arrived)
         for module in self._hooked:
             self._forward_hooks += wait_in_forwards(module, buckets)
 
@@ -174,6 +187,8 @@ class DistributedOptimizer:
         Afterwards this rank's shards hold the sums. Every rank of the world calls it, after its last backward of the step.
         """
         self._arrivals.all_done()
+        self._late.thaw()
+        self._arrivals.all_done()  # what has been thawed
         for bucket in self._buckets:
             bucket.wait_reduce()
         for one in self._sums:
@@ -195,7 +210,9 @@ class DistributedOptimizer:
             RuntimeError: with ``nonfinite="raise"``, on every rank: a gradient is not finite. With ``defer`` it may be left
                 to ``step``, which then has changed nothing.
         """
-        self._stepper.prepare()  # before the host waits for the norm
+        self._resting = resting(self.shards, self._arrivals.has_arrived)
+        with left_out(self.optimizer, self._resting):  # before the host waits for the norm
+            self._stepper.prepare()
         self._finisher.finish(num_tokens, loss_scale=loss_scale, defer=defer)
 
     @property
@@ -245,24 +262,25 @@ class DistributedOptimizer:
         Raises:
             RuntimeError: what ``finish_gradients`` has left to it.
         """
+        self.take_in_values()
         for matrix in self._cut.gathered:
             matrix.before_step()
-        self._stepper.step(self._finisher.take_factor(), self._finisher.left_out, confirm=self._finisher.confirm, **kwargs)
+        without = {*self._finisher.left_out, *self._resting}
+        self._stepper.step(self._finisher.take_factor(), without, confirm=self._finisher.confirm, **kwargs)
         for matrix in self._cut.gathered:
             matrix.after_step()
 
     def update_parameters(self) -> None:
-        """After ``optimizer.step()``: send every rank the new parameters and clear the gradients.
+        """After a step: send every rank the new parameters and clear the gradients; after one that is to be skipped only that.
 
-        With ``overlap_param_gather`` the parameters are on their way when it returns; whatever reads one waits for it. After
-        a step that is to be skipped only the gradients are cleared.
+        With ``overlap_param_gather`` the parameters are on their way when it returns; whatever reads one waits for it.
         """
         if self.should_skip:
             self.zero_gradients()
             return
         self.wait_parameters()  # of the step before, if nothing has read them
-        for mains, values in self._copies(written=self._stepper.writes_values):
-            torch._foreach_copy_(values, mains)
+        if not self._stepper.writes_values:
+            self._mains.publish()
         self._narrow.publish()
         for bucket in reversed(self._buckets):  # in the order in which a forward wants them
             bucket.launch_gather()
@@ -287,8 +305,10 @@ class DistributedOptimizer:
         """Clear the gradient buffers and the shards' ``grad``, for example after a step that is skipped."""
         for bucket in self._buckets:
             bucket.zero()
+        self._late.zero_gradients()
         self._arrivals.reset()
         self._finisher.clear()
+        self._resting = set()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -310,6 +330,7 @@ class DistributedOptimizer:
 
     def hide_gradients(self) -> None:
         """Make ``grad`` of the parameters ``None``, for code that would zero it, until ``show_gradients``."""
+        self._late.thaw()
         for bucket in self._buckets:
             bucket.hide()
 
@@ -318,27 +339,20 @@ class DistributedOptimizer:
         for bucket in self._buckets:
             bucket.show()
 
+    def take_in_values(self) -> None:
+        """Let main shards follow what others have written into parameters since the last step; see ``optim/written.py``."""
+        self.wait_parameters()
+        self._mains.take_in()
+
     def refresh_main(self) -> None:
         """Read the main shards from the parameters again, after weights were loaded into the parameters alone."""
         self.wait_parameters()
-        for mains, values in self._copies():
-            torch._foreach_copy_(mains, values)
+        self._mains.refresh()
         self._narrow.refresh()
-        for store in self._cut.stores.values():
-            store.refresh()
-        for matrix in self._cut.gathered:
-            matrix.refresh()
 
-    @torch.no_grad()
     def refresh_shard(self, shard: Shard) -> None:
         """Read one main shard from the parameter. For a gathered one the ranks of tp call it together."""
-        if shard.gathered:
-            next(matrix for matrix in self._cut.gathered if matrix.shard is shard).refresh()
-        elif (store := self._cut.stores.get(shard.main)) is not None:
-            store.refresh()
-        else:
-            flat = shard.param.detach().reshape(-1)[shard.start : shard.stop]
-            shard.main.copy_(flat.view(shard.main.shape))
+        self._mains.refresh_shard(shard)
 
     @contextmanager
     def wide_parameters(self, *, changed: bool = False) -> Iterator[None]:
@@ -346,9 +360,13 @@ class DistributedOptimizer:
 
         All ranks enter it together. ``changed``: main values may be others afterwards, and the 8 bits follow them.
         """
-        self.wait_parameters()
+        if changed:
+            self._late.thaw()  # so that there is a place to load states into
+        self.take_in_values()
         with self._narrow.wide():
             yield
+        if changed:
+            self._mains.accept()
         if changed and self._narrow.is_in_use:
             self._send_narrow()
 
@@ -365,25 +383,6 @@ class DistributedOptimizer:
         self.wait_parameters()
         self._narrow.narrow()
 
-    def _copies(self, *, written: bool = False) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Main shards that are copies, and the ranges of the parameter buffer they belong to, one pair of lists a dtype.
-
-        Args:
-            written: leave everything out: whoever changed the main shards has written the ranges, too.
-        """
-        if written:
-            return []
-        apart = {id(main) for main in self._cut.stores} | {id(shard.main) for shard in self.shards if shard.gathered}
-        pairs = [
-            (shard.main.detach().view(-1), value)
-            for shard, value in zip(self.shards, self._cut.values, strict=True)
-            if shard.main.dtype != value.dtype and id(shard.main) not in apart
-        ]
-        values = by_dtype(value for _, value in pairs)
-        dtypes = [same[0].dtype for same in values]
-        mains = [[main for main, value in pairs if value.dtype == dtype] for dtype in dtypes]
-        return list(zip(mains, values, strict=True))
-
     def close(self) -> None:
         """Let go of the parameters: ``grad`` is ``None``, hooks are gone, gradient buffers are freed, values stay.
 
@@ -392,6 +391,7 @@ class DistributedOptimizer:
         self.widen_parameters()
         for bucket in self._buckets:
             bucket.release()
+        self._late.close()
         self._arrivals.close()
         for hook in self._forward_hooks:
             hook.remove()

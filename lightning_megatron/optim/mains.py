@@ -22,6 +22,9 @@ class MainStore(Protocol):
     def refresh(self) -> None:
         """Read the values from the parameter's range."""
 
+    def follow(self) -> None:
+        """Read the values from the parameter's range where it is not what they round to."""
+
 
 class CopyStore:
     """A copy in fp32.
@@ -54,6 +57,11 @@ class CopyStore:
         """See ``MainStore``."""
         self.wide.copy_(self._narrow)
 
+    def follow(self) -> None:
+        """See ``MainStore``."""
+        narrow = self._narrow.to(self.wide.device)
+        self.wide.copy_(torch.where(self.wide.to(narrow.dtype) == narrow, self.wide, narrow))
+
 
 class RemainderStore:
     """The bits that bf16 lacks: see Note [Exactly, and with 16 bits] in ``optim/remainder.py``.
@@ -82,6 +90,10 @@ class RemainderStore:
     def refresh(self) -> None:
         """See ``MainStore``."""
         self.rest.zero()
+
+    def follow(self) -> None:
+        """See ``MainStore``. What was in the range before is not known: all of it is read."""
+        self.refresh()
 
 
 def _can_pin() -> bool:

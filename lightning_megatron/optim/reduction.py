@@ -99,8 +99,8 @@ def check_peers(buckets: Sequence[Bucket], *, mesh: Mesh) -> None:
         lines = [str(p) for bucket in buckets if bucket.axis.name == axis.name for p in bucket.plan.placements]
         if axis.size > 1 and any(other != lines for other in all_gather_object(lines, axis)):
             raise ValueError(
-                f"add_param_group was given other parameters on rank {mesh.rank} than on another rank of axis {axis.name!r} "
-                f"{axis.ranks}; call it alike on all ranks."
+                f"other parameters were thawed, or given to add_param_group, on rank {mesh.rank} than on another rank of axis "
+                f"{axis.name!r} {axis.ranks}; do it alike on all ranks."
             )
 
 

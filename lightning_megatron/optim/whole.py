@@ -66,6 +66,12 @@ class GatheredMatrix:
         """Read the values from the parameter again."""
         self.shard.main.copy_(self._gather(self._values.to(self.shard.main.dtype)))
 
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Read the values from the parameter again where it is not what they round to."""
+        main, values = self.shard.main, self._gather(self._values)
+        main.copy_(torch.where(main.to(values.dtype) == values, main, values))
+
 
 def gather_boxes(shards: list[Shard], axis: Axis) -> dict[str, list[ParamSharding]]:
     """How each tensor-parallel rank holds the parameters, by name; all ranks of the axis call it."""

@@ -68,7 +68,14 @@ def param_groups(params: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
     ]
 
 
-def train(optimizer: str, parallelism: Parallelism, dtype: torch.dtype, overlap: bool, bucket_mb: float) -> dict[str, Tensor]:
+def train(
+    optimizer: str,
+    parallelism: Parallelism,
+    dtype: torch.dtype,
+    overlap: bool,
+    bucket_mb: float,
+    written_at: int | None = None,
+) -> dict[str, Tensor]:
     mesh = Mesh.create(parallelism, device=torch.device("cpu"))
     params = {}
     for name in SHAPES:
@@ -89,6 +96,8 @@ def train(optimizer: str, parallelism: Parallelism, dtype: torch.dtype, overlap:
         sharded.reduce_gradients()
         sharded.finish_gradients(num_tokens=None)
         sharded.clip_by_norm(3.0)
+        if step == written_at:
+            write(params)
         sharded.step()
         sharded.update_parameters()
     sharded.wait_parameters()
@@ -104,13 +113,23 @@ def train(optimizer: str, parallelism: Parallelism, dtype: torch.dtype, overlap:
     return result
 
 
-def reference(optimizer: str) -> dict[str, Tensor]:
+@torch.no_grad()
+def write(params: dict[str, nn.Parameter]) -> None:
+    """Write into parameters between two steps, as a hook may do."""
+    params["qkv"].mul_(-0.5)
+    params["out"].data = params["out"] * 0.25
+    params["norms"].zero_()
+
+
+def reference(optimizer: str, written_at: int | None = None) -> dict[str, Tensor]:
     params = {name: nn.Parameter(full(name, 0)) for name in SHAPES}
     plain = OPTIMIZERS[optimizer](param_groups(params))
     for step in range(STEPS):
         for name, param in params.items():
             param.grad = full(name, 1 + step)
         nn.utils.clip_grad_norm_(params.values(), 3.0)
+        if step == written_at:
+            write(params)
         plain.step()
     return {name: param.detach() for name, param in params.items()}
 
@@ -150,6 +169,15 @@ def test_main_parameters_of_bf16_are_whole_and_in_fp32(layout: str) -> None:
     for result in run_distributed(train, world_size, "user", parallelism, torch.bfloat16, True, 128.0):
         for name, value in expected.items():
             torch.testing.assert_close(result[name], value, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_go_on_from_what_was_written_into_parameters_meanwhile(layout: str) -> None:
+    parallelism, world_size = LAYOUTS[layout]
+    expected = reference("user", STEPS - 1)
+    for result in run_distributed(train, world_size, "user", parallelism, torch.float32, True, 128.0, STEPS - 1):
+        for name, value in expected.items():
+            torch.testing.assert_close(result[name], value, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
