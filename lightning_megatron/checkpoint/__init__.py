@@ -7,11 +7,13 @@ from lightning_megatron.checkpoint.gradients import load_gradients, sum_of_own
 from lightning_megatron.checkpoint.io import Loaded, is_checkpoint, load, remove, save
 from lightning_megatron.checkpoint.saving import BackgroundSaver
 from lightning_megatron.checkpoint.single_file import load_single_file, load_state_file
+from lightning_megatron.checkpoint.state import Edits
 
 __all__ = [
     "CheckpointConfig",
     "BackgroundSaver",
     "BoxedTensor",
+    "Edits",
     "Loaded",
     "save",
     "load",

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from lightning_megatron.checkpoint import files, reading, storage
 from lightning_megatron.checkpoint.optimizer_state import num_optimizers
-from lightning_megatron.checkpoint.state import nested
+from lightning_megatron.checkpoint.state import COPIES, nested
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,8 @@ def consolidate(path: Path, file: Path, *, with_optimizer: bool = False) -> int:
         raise ValueError(f"{path} is damaged:\n  " + "\n  ".join(problems[:8]))
     parts = _Parts(path, index)
     content["state_dict"] = _together(parts, index, "model", flat=True)
+    for key in {place[1] for place in (index.planner_data or {}).values() if place[0] == COPIES}:
+        content[key] = content.get(key, {}) | _together(parts, index, COPIES, key, flat=True)
     if with_optimizer:
         heads = [f"optimizer_{number}" for number in range(num_optimizers(index))]
         content["optimizer_states"] = [_together(parts, index, head) for head in heads]
@@ -190,12 +192,12 @@ def consolidate(path: Path, file: Path, *, with_optimizer: bool = False) -> int:
     return len(content["state_dict"])
 
 
-def _together(parts: _Parts, index: Metadata, head: str, *, flat: bool = False) -> Any:
+def _together(parts: _Parts, index: Metadata, *head: str, flat: bool = False) -> Any:
     """The unsharded values whose path begins with ``head``, as a nest, or ``flat`` by their names."""
     leaves: dict[tuple[Any, ...], Any] = {}
     for key, place in (index.planner_data or {}).items():
-        if place[0] == head:
-            leaves[tuple(place[1:])] = parts.whole(key)
+        if tuple(place[: len(head)]) == head:
+            leaves[tuple(place[len(head) :])] = parts.whole(key)
     if not flat:
         return nested(leaves)
     names: dict[str, dict[tuple[Any, ...], Any]] = {}

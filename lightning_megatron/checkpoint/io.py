@@ -29,7 +29,18 @@ from lightning_megatron.checkpoint.planner import StrictLoadPlanner
 from lightning_megatron.checkpoint.ranks import Ranks, readable
 from lightning_megatron.checkpoint.reading import ChunkReader, small_files
 from lightning_megatron.checkpoint.saving import BackgroundSaver, plan_save
-from lightning_megatron.checkpoint.state import EXTRA_STATE, ModelTarget, model_state, placeholder
+from lightning_megatron.checkpoint.state import (
+    COPIES,
+    EXTRA_STATE,
+    CopiesTarget,
+    Edits,
+    ModelTarget,
+    copies_of_model,
+    held_of,
+    model_state,
+    of_another_dtype,
+    placeholder,
+)
 from lightning_megatron.checkpoint.storage import Place, places_of
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim import DistributedOptimizer
@@ -42,15 +53,18 @@ class Loaded:
     """What ``load`` found besides tensors.
 
     Args:
-        meta: the dict that was given to ``save`` (without ``state_dict`` and ``optimizer_states``).
+        meta: the dict that was given to ``save``, without ``optimizer_states``, and of ``state_dict`` only those edited values
+            that were of another dtype than the module's.
         optimizers: whether optimiser states, main parameters and hyperparameters were restored. Where not, the main
             parameters must be refreshed from the parameters.
         own: what this rank had given to ``save`` as its own; empty where no rank of that number had.
+        state: what the module now holds of the checkpoint: its own tensors by name, as views.
     """
 
     meta: dict[str, Any]
     optimizers: bool
     own: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 def save(
@@ -61,6 +75,7 @@ def save(
     meta: dict[str, Any],
     mesh: Mesh,
     save_optimizer: bool = True,
+    edits: Edits | None = None,
     own: Mapping[str, Tensor] | None = None,
     accumulated: bool = False,
     background: BackgroundSaver | None = None,
@@ -76,9 +91,10 @@ def save(
         path: the directory to make.
         module: the root module, holding this rank's stages. Its ``state_dict`` names what is saved.
         optimizers: the distributed optimisers, in Lightning's order.
-        meta: the rest of Lightning's checkpoint dict.
+        meta: the rest of Lightning's checkpoint dict. Dicts of tensors of the module's names and shapes are saved as it is.
         mesh: the running layout.
         save_optimizer: also write optimiser states and main parameters.
+        edits: what is saved in place of the module's own tensors.
         own: tensors of this rank alone (its random numbers), for the rank of that number in a run of the same layout.
         accumulated: also write the gradients of batches that wait for their optimizer step; ``load_gradients`` reads them.
         background: writes on a thread: when ``save`` returns, the state has been copied to host memory. What fails is
@@ -87,19 +103,22 @@ def save(
         process_group: a group of all ranks that can move CPU objects; by default the world's.
 
     Raises:
-        ValueError: the ranks do not hold the whole of some tensor, or disagree about it.
+        ValueError: the ranks do not hold the whole of some tensor, or disagree about it, or ``edits`` do not fit.
         RuntimeError: a rank could not write.
     """
     ranks = Ranks(process_group)
     path = ranks.on_first(lambda: Path(os.path.abspath(path)))
-    state: dict[str, Any] = {"model": ranks.together(lambda: model_state(module, mesh=mesh))}
+    state: dict[str, Any] = {"model": ranks.together(lambda: model_state(module, mesh=mesh, edits=edits))}
+    copies = copies_of_model(module, {**meta, "state_dict": of_another_dtype(module, edits)}, mesh=mesh)
+    if any(copies.values()):
+        state[COPIES] = copies
     for index, optimizer in enumerate(optimizers if save_optimizer else ()):
         state[f"optimizer_{index}"] = optimizer_state(optimizer, module=module, mesh=mesh, ranks=ranks)
     if own:
         state["rank"] = {str(ranks.rank): dict(own)}
     if accumulated:
         state |= gradient_state(optimizers, mesh=mesh)
-    rest = {key: value for key, value in meta.items() if key not in _WRITTEN_APART}
+    rest = {key: value for key, value in meta.items() if key not in _WRITTEN_APART and key not in copies}
     planned = plan_save(path, state, rest, ranks)
     if background is None:
         planned.write(ranks)
@@ -151,7 +170,8 @@ def load(
     if verify and sums is None and ranks.is_first:
         warnings.warn(f"{path} has no {files.SUMS_FILE}: it is loaded without knowing whether it is damaged.", stacklevel=2)
     restored = load_optimizer and len(optimizers) > 0 and num_optimizers(index) > 0
-    targets = ranks.together(lambda: _targets(module, optimizers if restored else (), index))
+    copies = CopiesTarget(module, index)
+    targets = [copies, *ranks.together(lambda: _targets(module, optimizers if restored else (), index))]
     tensors = {key: tensor for target in targets for key, tensor in target.tensors.items()}
     own = _own_targets(index, ranks.rank)
     tensors.update(own)
@@ -160,7 +180,8 @@ def load(
     _read(tensors, reader, strict=strict, cast=cast, ranks=ranks)
     for target in targets:
         target.finish(tensors)
-    return Loaded(meta, restored, {key.split(".", 2)[2]: tensor for key, tensor in own.items()})
+    mine = {key.split(".", 2)[2]: tensor for key, tensor in own.items()}
+    return Loaded(meta | copies.found, restored, mine, held_of(module, index))
 
 
 def _read(tensors: dict[str, Any], reader: ChunkReader, *, strict: bool, cast: bool, ranks: Ranks) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron import checkpoint as checkpoints
+from lightning_megatron.comm import all_gather_object
 from lightning_megatron.optim.distributed import DistributedOptimizer
 from lightning_megatron.step import TrainingEngine
 from lightning_megatron.strategy.failure import say
@@ -35,6 +37,7 @@ from lightning_megatron.strategy.resume import (
     restore_generators,
     states_of_loaders,
 )
+from lightning_megatron.strategy.saved_state import HandedOut, ParametersCount, apply_edits, is_seen, names_of_all
 
 _INTERRUPTED_SECONDS = 30.0
 
@@ -52,6 +55,8 @@ class CheckpointingStrategy(ProcessesStrategy):
         self._saver: checkpoints.BackgroundSaver | None = None
         self._durable: str | None = None
         self._requeue: RequeueWatch | None = None
+        self._handed_out: HandedOut | None = None
+        self._loaded_file = False
 
     @property
     def _ready(self) -> PreparedModule:
@@ -82,8 +87,20 @@ class CheckpointingStrategy(ProcessesStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing for Lightning's own dict: ``save_checkpoint`` writes the shards."""
-        return {}
+        """This rank's own tensors where a hook looks at them; nothing otherwise: ``save_checkpoint`` writes the shards.
+
+        All ranks call it together, but for one that saves alone.
+        """
+        module = self._ready.module
+        seen = not self.is_alone and is_seen(module.trainer, "on_save_checkpoint")
+        if self._has_narrow_parameters and not self.is_alone:  # values are put together by all
+            seen = any(all_gather_object(seen, self.mesh.world))
+        if not seen:
+            return {}
+        with self._wide_parameters():
+            state: dict[str, Any] = module.state_dict()
+        self._handed_out = HandedOut(state)
+        return state
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -102,11 +119,14 @@ class CheckpointingStrategy(ProcessesStrategy):
         if self.is_alone:
             say(f"{self.mesh.coordinate} no checkpoint is written to {filepath}: other ranks run on, and it takes all of them.")
             return
-        checkpoint.pop("state_dict", None)
+        edits = self._edits(checkpoint.pop("state_dict", None))
         with_optimizer = checkpoint.pop("optimizer_states", None) is not None
         trainer = self._ready.module.trainer
         correct_progress(checkpoint["loops"], trainer)
         ours = {"seed": self._seed, "layout": layout_of(self.mesh), "loaders": states_of_loaders(trainer, self.mesh)}
+        if edited := names_of_all(edits, self.mesh):
+            ours["edited"] = edited
+            edits = edits.among(edited)
         accumulated = with_optimizer and is_accumulating(trainer)
         own: dict[str, Tensor] = {}
         if with_optimizer:
@@ -121,6 +141,7 @@ class CheckpointingStrategy(ProcessesStrategy):
                 optimizers=self._distributed if with_optimizer else [],
                 meta={**checkpoint, "lightning_megatron": ours},
                 mesh=self.mesh,
+                edits=edits,
                 own=own,
                 accumulated=accumulated,
                 background=self._background_saver(),
@@ -129,6 +150,11 @@ class CheckpointingStrategy(ProcessesStrategy):
         self._durable = path
         if self.is_global_zero and (link := _links_to_last(trainer)):
             checkpoints.announce_link(Path(link), Path(path))
+
+    def _edits(self, state: dict[str, Any] | None) -> checkpoints.Edits:
+        """What hooks have made of the dict that they were given."""
+        handed_out, self._handed_out = self._handed_out, None
+        return handed_out.edits(state) if handed_out is not None and state is not None else checkpoints.Edits()
 
     def _background_saver(self) -> checkpoints.BackgroundSaver | None:
         if self._checkpoint_config.async_save and self._saver is None:
@@ -203,15 +229,40 @@ class CheckpointingStrategy(ProcessesStrategy):
         path = self.broadcast(str(checkpoint_path))
         if weights_only is None:
             weights_only = self._checkpoint_config.weights_only
+        trainer = self._ready.module.trainer
         with self._wide_parameters(changed=True):
             loaded = self._load(path, weights_only)
+            edited = loaded.meta.get("lightning_megatron", {}).get("edited", ())
+            if edited and loaded.optimizers:  # whose main values may have been written over the parameters
+                self._load(path, weights_only, weights_alone=True)
             if not loaded.optimizers:
                 for distributed in self._distributed:
                     distributed.refresh_main()
-        if self._ready.module.trainer.state.fn == TrainerFn.FITTING and "lightning_megatron" in loaded.meta:
-            self._go_on_from(loaded, Path(path))
+            elif changed := self._names_to_follow(loaded, edited):
+                parameters = ParametersCount(self._ready.module, self._distributed, changed)
+                if self._has_narrow_parameters:  # they would be made from main values
+                    parameters()
+                else:
+                    self._at_start.append(parameters)
+        if is_seen(trainer, "on_load_checkpoint"):
+            loaded.meta["state_dict"] = state = loaded.state | loaded.meta.get("state_dict", {})
+            self._handed_out, self._loaded_file = HandedOut(state), Path(path).is_file()
+        if trainer.state.fn == TrainerFn.FITTING and "lightning_megatron" in loaded.meta:
+            self._go_on_from(replace(loaded, state={}), Path(path))
             self._durable = path
         return loaded.meta
+
+    @property
+    def _has_narrow_parameters(self) -> bool:
+        fp8 = getattr(self.precision_plugin, "fp8", None)
+        return fp8 is not None and fp8.params
+
+    def _names_to_follow(self, loaded: checkpoints.Loaded, edited: Sequence[str]) -> Sequence[str]:
+        """Names of parameters that restored main values may not round to, when callbacks have loaded what they had saved."""
+        is_foreign = "lightning_megatron" not in loaded.meta  # no main values in it, but perhaps weights beside the averaged
+        if is_foreign and is_seen(self._ready.module.trainer, "on_load_checkpoint"):
+            return list(loaded.meta.get("state_dict", ()))
+        return edited
 
     def _go_on_from(self, loaded: checkpoints.Loaded, path: Path) -> None:
         """Draw the same masks and orders of samples as the run that wrote the checkpoint."""
@@ -253,15 +304,16 @@ class CheckpointingStrategy(ProcessesStrategy):
         for restore in pending:
             restore()
 
-    def _load(self, path: str, weights_only: bool | None) -> checkpoints.Loaded:
+    def _load(self, path: str, weights_only: bool | None, *, weights_alone: bool = False) -> checkpoints.Loaded:
         """Fill the tensors."""
         module = self._ready.module
+        optimizers = [] if weights_alone else self._distributed
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         if Path(path).is_file():
             meta, restored = checkpoints.load_single_file(
                 path,
                 module=module,
-                optimizers=self._distributed,
+                optimizers=optimizers,
                 mesh=self.mesh,
                 load_optimizer=fitting,
                 weights_only=weights_only,
@@ -270,7 +322,7 @@ class CheckpointingStrategy(ProcessesStrategy):
         return checkpoints.load(
             path,
             module=module,
-            optimizers=self._distributed,
+            optimizers=optimizers,
             mesh=self.mesh,
             load_optimizer=fitting,
             weights_only=weights_only,
@@ -280,7 +332,12 @@ class CheckpointingStrategy(ProcessesStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Done by ``load_checkpoint``."""
+        """``load_checkpoint`` has loaded it; what ``on_load_checkpoint`` has made of it since goes into the module here."""
+        edits = self._edits(checkpoint.get("state_dict"))
+        if changed := names_of_all(edits, self.mesh):
+            with self._wide_parameters(changed=True):
+                apply_edits(self._ready.module, edits, strict=strict, unsharded=self._loaded_file)
+                ParametersCount(self._ready.module, self._distributed, changed)()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -267,3 +267,44 @@ def test_a_weight_that_others_use_as_well_stays_in_16_bits() -> None:
     model.other = nn.Linear(1, 1)
     model.other.weight = model.layers[0].mlp.down.weight  # type: ignore[union-attr]
     assert len(narrow_weights(model)) == 7
+
+
+class SaveHalves(Callback):
+    """Saves between steps half of each weight."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: value * 0.5 for name, value in checkpoint["state_dict"].items()}
+
+
+class Negative(Module):
+    """Loads its weights with the other sign."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: -value for name, value in checkpoint["state_dict"].items()}
+
+
+@pytest.mark.parametrize("layout", [{}, {"world": 2}], ids=["one rank", "dp2"])
+def test_hooks_on_checkpoints_see_and_change_the_values_of_weights_in_8_bits(
+    layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = layout.get("world", 1)
+    found = []
+    for params in (True, False):
+        path, precision = str(tmp_path / f"{params}.ckpt"), {**NARROW, "fp8_params": params}
+        run_distributed(partial(train, callbacks=(SaveHalves(path),)), world, {}, precision)
+        found.append(run_distributed(partial(train, resume=path), world, {}, precision))
+        with monkeypatch.context() as patched:
+            patched.setitem(globals(), "Module", Negative)
+            found.append(run_distributed(partial(train, resume=path), world, {}, precision))
+    halved, negative, wide_halved, wide_negative = found
+    for rank in range(world):
+        assert_same(halved[rank], wide_halved[rank])
+        assert_same(negative[rank], wide_negative[rank])
+        assert halved[rank][0] != negative[rank][0]
