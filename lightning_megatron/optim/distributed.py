@@ -129,7 +129,7 @@ class DistributedOptimizer:
         self._arrivals.arrived.update(arrived)
         self._guard = ParameterGuard(self._buckets)
         self._sums = plan_sums(cut.local, cut.gradients, mesh=mesh)
-        self._mains = MainValues(self._buckets, cut, names=self._names, mesh=mesh)
+        self.mains = MainValues(self._buckets, cut, names=self._names, mesh=mesh)
         self.kept = KeptValues(self.optimizer, cut, config)
         self._stepper = Stepper(self.optimizer, cut, config=config, device=mesh.device)
         self._finisher = GradientFinisher(
@@ -280,7 +280,7 @@ class DistributedOptimizer:
             return
         self.wait_parameters()  # of the step before, if nothing has read them
         if not self._stepper.writes_values:
-            self._mains.publish()
+            self.mains.publish()
         self._narrow.publish()
         for bucket in reversed(self._buckets):  # in the order in which a forward wants them
             bucket.launch_gather()
@@ -342,17 +342,17 @@ class DistributedOptimizer:
     def take_in_values(self) -> None:
         """Let main shards follow what others have written into parameters since the last step; see ``optim/written.py``."""
         self.wait_parameters()
-        self._mains.take_in()
+        self.mains.take_in()
 
     def refresh_main(self) -> None:
         """Read the main shards from the parameters again, after weights were loaded into the parameters alone."""
         self.wait_parameters()
-        self._mains.refresh()
+        self.mains.refresh()
         self._narrow.refresh()
 
     def refresh_shard(self, shard: Shard) -> None:
         """Read one main shard from the parameter. For a gathered one the ranks of tp call it together."""
-        self._mains.refresh_shard(shard)
+        self.mains.refresh_shard(shard)
 
     @contextmanager
     def wide_parameters(self, *, changed: bool = False) -> Iterator[None]:
@@ -366,7 +366,7 @@ class DistributedOptimizer:
         with self._narrow.wide():
             yield
         if changed:
-            self._mains.accept()
+            self.mains.accept()
         if changed and self._narrow.is_in_use:
             self._send_narrow()
 

@@ -13,7 +13,7 @@ written through ``param.data`` in place changes neither count nor address, so 16
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +52,14 @@ class MainValues:
         ]
         self.accept()
 
-    def accept(self) -> None:
-        """Take main values for those of the parameters, as they are now: both have been loaded."""
-        self._versions = [param._version for param in self._params]
+    def accept(self, only: Collection[nn.Parameter] | None = None) -> None:
+        """Take main values for those of the parameters, of all or of some, as they are now: both have been loaded."""
+        if only is None:
+            self._versions = [param._version for param in self._params]
+            return
+        for index, param in enumerate(self._params):
+            if param in only:
+                self._versions[index] = param._version
 
     @torch.no_grad()
     def take_in(self) -> None:

@@ -126,6 +126,7 @@ class ParametersCount:
             for shard in distributed.shards:
                 if shard in self._writes and self._is_stale(distributed, shard):
                     distributed.refresh_shard(shard)
+            distributed.mains.accept({shard.param for shard in self._writes})
 
     def _is_stale(self, distributed: DistributedOptimizer, shard: Shard) -> bool:
         main = distributed.kept.main(shard)
