@@ -56,7 +56,7 @@ class LayerGraphs:
         self._next = 0
         self._has_warned = False
         self._children: list[nn.Module] | None = None
-        self._num_hooks = 0
+        self._num_hooks = (0, False)
         self.num_replayed = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerGraphs:
@@ -121,16 +121,16 @@ class LayerGraphs:
         self.num_replayed += 1
         return self._captured, lease, context
 
-    def _count_hooks(self) -> int:
-        """Of all modules inside of the layers, what stands in their ``forward`` included."""
+    def _count_hooks(self) -> tuple[int, bool]:
+        """Of the modules inside of layers, what stands in their ``forward`` included; whether any are of all modules."""
         if self._children is None:
             modules = (child for layer in self._layers for child in layer.module.modules() if child is not layer.module)
             self._children = list(modules)
-        count = 1000 * bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+        count = 0
         for child in self._children:
             count += len(child._forward_hooks) + len(child._forward_pre_hooks) + ("forward" in vars(child))
             count += len(child._backward_hooks) + len(child._backward_pre_hooks)
-        return count
+        return count, bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
     def _can_capture(self) -> bool:
         if self._num_captures == _MOST:

@@ -28,7 +28,7 @@ from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.optim.cutting import Cut, cut_buckets
 from lightning_megatron.optim.elementwise import install_shards, trainable_parameters, wants_whole_parameters
 from lightning_megatron.optim.finish import GradientFinisher
-from lightning_megatron.optim.frozen import left_out, resting, take_over
+from lightning_megatron.optim.frozen import resting, take_over
 from lightning_megatron.optim.guard import ParameterGuard, wait_in_forwards
 from lightning_megatron.optim.kept import KeptValues
 from lightning_megatron.optim.late import LateGroups
@@ -211,8 +211,7 @@ class DistributedOptimizer:
                 to ``step``, which then has changed nothing.
         """
         self._resting = resting(self.shards, self._arrivals.has_arrived)
-        with left_out(self.optimizer, self._resting):  # before the host waits for the norm
-            self._stepper.prepare()
+        self._stepper.prepare(self._resting)  # before the host waits for the norm
         self._finisher.finish(num_tokens, loss_scale=loss_scale, defer=defer)
 
     @property

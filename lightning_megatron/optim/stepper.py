@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from lightning_megatron.optim.config import DistributedOptimizerConfig
 from lightning_megatron.optim.cutting import Cut
+from lightning_megatron.optim.frozen import left_out
 from lightning_megatron.optim.fused_adam import FusedAdam, is_plain_adam, runs_on
 from lightning_megatron.optim.norm import multiply
 from lightning_megatron.optim.pieces import PieceStepper
@@ -60,14 +60,17 @@ class Stepper:
         state_dtype = torch.bfloat16 if config.state_dtype == "bf16" else torch.float32
         if in_pieces and (cut.stores or cut.on_host or state_dtype != torch.float32):
             self._pieces = PieceStepper(optimizer, in_pieces, stores=cut.stores, state_dtype=state_dtype, on_host=cut.on_host)
+        self._prepared_without: set[torch.Tensor] = set()
         self.changes_nothing_by_nan = self._fused is not None and self._pieces is None
         held = {shard.main for shard in in_pieces}
         self._gradients = [g for shard, g in zip(cut.local, cut.gradients, strict=True) if shard.main in held]
 
-    def prepare(self) -> None:
-        """Do what a step needs beforehand, while the device is busy. Nothing need be said."""
+    def prepare(self, without: Collection[torch.Tensor] = ()) -> None:
+        """Do what a step that leaves these main parameters alone needs beforehand. Nothing need be said."""
+        self._prepared_without = set(without)
         if self._fused is not None:
-            self._fused.prepare()
+            with left_out(self._optimizer, without):
+                self._fused.prepare()
 
     def step(
         self, factor: torch.Tensor | None, without: Collection[torch.Tensor], *, confirm: Callable[[], None], **kwargs: Any
@@ -80,24 +83,10 @@ class Stepper:
             confirm: called before the step counts as taken.
             kwargs: for the optimizer's ``step``.
         """
-        if without:
-            with self._leaving_out(without):
-                self._step(factor, confirm, **kwargs)
-        else:
+        if set(without) != self._prepared_without:  # a hook has taken gradients away since
+            self.prepare(without)
+        with left_out(self._optimizer, without):
             self._step(factor, confirm, **kwargs)
-
-    @contextmanager
-    def _leaving_out(self, without: Collection[torch.Tensor]) -> Iterator[None]:
-        groups = self._optimizer.param_groups
-        members = [group["params"] for group in groups]
-        try:
-            for group, params in zip(groups, members, strict=True):
-                group["params"] = [main for main in params if main not in without]
-            self.prepare()  # for these
-            yield
-        finally:
-            for group, params in zip(groups, members, strict=True):
-                group["params"] = params
 
     def _step(self, factor: torch.Tensor | None, confirm: Callable[[], None], **kwargs: Any) -> None:
         if self._fused is not None:

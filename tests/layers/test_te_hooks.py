@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.layers.recompute import Recompute, recompute
 from lightning_megatron.layers.te_backend import Fp8Options, PlainOperations, TeBackend
+from lightning_megatron.layers.te_backend.handoff import goes_unheard
 from lightning_megatron.models import GPT
 from tests.layers.test_te_gated import LLAMA, TOKENS
 
@@ -143,6 +144,13 @@ def test_what_an_adapter_adds_is_added(names: tuple[str, ...], attention: bool) 
 def test_what_runs_a_module_again_is_no_hook(way: str) -> None:
     found = trained(Fp8Options(attention=True), way=way)
     assert all(torch.equal(one, other) for one, other in zip(found, trained(Fp8Options(attention=True)), strict=True))
+    model = GPT(LLAMA, seed=5, backend=TeBackend(PlainOperations(Fp8Options()), Fp8Options()))
+    recompute(model, Recompute.of(way))
+    wrapped = [child for child in model.modules() if "forward" in vars(child)]
+    assert wrapped
+    assert goes_unheard(*wrapped)
+    results(wrapped[0])
+    assert not goes_unheard(*wrapped)
 
 
 class Beside(nn.Module):

@@ -4,8 +4,8 @@ Note [Two cuDNNs]
 Torch brings a cuDNN of its own, and a machine may have another one, of the system, in seven parts that torch loads when it
 first needs them. Transformer Engine asks for parts by name, which finds those of the system, while torch's entry is loaded
 already: entry and parts of two versions in one process, or, once torch has used its own, symbols that are missing. So torch's
-parts are loaded before the library looks for any: one cuDNN, the one that torch was tested with, and no order of imports to
-keep. Whoever imports ``transformer_engine`` themselves, or sets ``CUDNN_HOME`` or ``CUDNN_PATH``, decides otherwise.
+parts are loaded before the library looks for any: one cuDNN, the one that torch was tested with. Whoever imports
+``transformer_engine`` themselves, or sets ``CUDNN_HOME`` or ``CUDNN_PATH``, decides otherwise.
 """
 
 from __future__ import annotations
